@@ -1,0 +1,438 @@
+"""Client of one engine over SGLang's HTTP surface: generation, aborts, health and weight updates.
+
+Owns the translation of transport failures: a lost connection is ``EngineLost``, the engine's 4xx is
+``EngineRefused`` (context overflow ``ContextLengthExceeded``), its 5xx or garbage is ``UpstreamError``.
+It never retries and never chooses an engine. aiohttp carries every call; the caller owns the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import logging
+import re
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import aiohttp
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from tollway.errors import ContextLengthExceeded, EngineLost, EngineRefused, TollwayError, UpstreamError
+from tollway.records import Ids
+from tollway.router.wire import (
+    GenerateCall,
+    GenerateDelta,
+    GenerateReply,
+    Json,
+    encode_call,
+    ids_of,
+    int_of,
+    logprobs_of,
+    meta_of,
+    parse_reply,
+)
+
+__all__ = [
+    "EngineClient",
+    "GenerateCall",
+    "GenerateDelta",
+    "GenerateReply",
+    "ModelInfo",
+    "PauseMode",
+    "ServerInfo",
+    "Timeouts",
+]
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+_JSON = {"content-type": "application/json"}
+_MAX_LINE = 1 << 28
+"""Longest stream event: cumulative log-probabilities of a long reply are one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines of an engine client, in seconds."""
+
+    connect_s: float = 5.0
+    control_s: float = 120.0
+    """Weight buckets, flush, pause."""
+    probe_s: float = 10.0
+    """``/health``, ``/model_info`` and aborts."""
+    call_s: float = 3600.0
+    """Whole generation call."""
+    progress_s: float = 600.0
+    """Longest silence inside a stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """``GET /model_info``."""
+
+    model_path: str
+    weight_version: str
+    raw: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """``GET /server_info``; ``None`` where the engine does not say."""
+
+    version: str | None
+    context_length: int | None
+    max_total_tokens: int | None
+    """KV budget in tokens."""
+    page_size: int
+    raw: Mapping[str, object] = field(default_factory=dict)
+
+
+class EngineClient:
+    """Calls one engine. Safe for any number of concurrent calls.
+
+    ``route_shape`` is (layers, experts per token) of the served model, needed to check routed experts.
+
+    >>> async with aiohttp.ClientSession() as http:  # doctest: +SKIP
+    ...     await EngineClient("http://127.0.0.1:30000", http).health()
+    """
+
+    def __init__(
+        self,
+        url: str,
+        http: aiohttp.ClientSession,
+        *,
+        timeouts: Timeouts | None = None,
+        route_shape: tuple[int, int] | None = None,
+    ) -> None:
+        self.url = url.rstrip("/")
+        self.timeouts = timeouts or Timeouts()
+        self.route_shape = route_shape
+        self._http = http
+        self._aborts: set[asyncio.Task[None]] = set()
+        t = self.timeouts
+        self._call_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s)
+        self._stream_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s, sock_read=t.progress_s)
+        self._control_timeout = aiohttp.ClientTimeout(total=t.control_s, sock_connect=t.connect_s)
+        self._probe_timeout = aiohttp.ClientTimeout(total=t.probe_s, sock_connect=t.connect_s)
+
+    async def aclose(self) -> None:
+        """Wait for aborts that are still on their way. Does not close the shared HTTP session."""
+        if self._aborts:
+            await asyncio.gather(*self._aborts, return_exceptions=True)
+
+    # -- generation --------------------------------------------------------------------------------
+
+    async def generate(self, call: GenerateCall) -> GenerateReply:
+        """Run one call to its end and return the checked reply.
+
+        Cancelling, a timeout and a reply that cannot be used abort the request on the engine. Raises
+        ``EngineLost``, ``EngineRefused``, ``ContextLengthExceeded`` or ``UpstreamError``.
+        """
+        done = False
+        try:
+            async with self._http.post(
+                f"{self.url}/generate", data=encode_call(call), headers=_headers(call), timeout=self._call_timeout
+            ) as response:
+                body = await response.read()
+                if response.status != 200:
+                    raise self._refusal(call, response.status, body)
+            reply = parse_reply(call, _object(body), route_shape=self.route_shape)
+            done = True
+            return reply
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        except (EngineRefused, ContextLengthExceeded, UpstreamError):
+            done = True  # the engine answered: nothing is left running there
+            raise
+        finally:
+            if not done:
+                self._abort_later(call.rid)
+
+    async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateDelta | GenerateReply]:
+        """Yield deltas as tokens arrive; the last item is the checked ``GenerateReply`` of the whole.
+
+        Closing the iterator early aborts the request on the engine. Errors as ``generate``; a stream that
+        ends without a finish reason is ``EngineLost``.
+        """
+        done = False
+        assembly = _Assembly(call)
+        try:
+            async with self._http.post(
+                f"{self.url}/generate", data=encode_call(call), headers=_headers(call), timeout=self._stream_timeout
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal(call, response.status, await response.read())
+                async for data in _events(response):
+                    if data == b"[DONE]":
+                        break
+                    chunk = _object(data)
+                    if "error" in chunk:
+                        done = True
+                        raise self._refusal(call, _error_status(chunk), data)
+                    delta = assembly.add(chunk)
+                    if delta is not None:
+                        yield delta
+            if assembly.last is None or meta_of(assembly.last).get("finish_reason") is None:
+                raise EngineLost(f"engine {self.url} closed the stream of {call.rid} before its end")
+            done = True
+            yield parse_reply(call, assembly.whole(), route_shape=self.route_shape)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        finally:
+            if not done:
+                self._abort_later(call.rid)
+
+    async def abort(self, rid: str) -> None:
+        """End one request on the engine; unknown ids are fine there."""
+        await self._post("/abort_request", {"rid": rid}, probe=True)
+
+    async def abort_all(self) -> None:
+        """End every request on the engine."""
+        await self._post("/abort_request", {"abort_all": True}, probe=True)
+
+    # -- state -------------------------------------------------------------------------------------
+
+    async def health(self) -> bool:
+        """``GET /health``. False when it answers anything but 200; raises ``EngineLost`` when it cannot answer."""
+        return await self._status("/health") == 200
+
+    async def health_generate(self) -> bool:
+        """``GET /health_generate``: one real token. Same errors as ``health``."""
+        return await self._status("/health_generate") == 200
+
+    async def model_info(self) -> ModelInfo:
+        """What is served, and the weight version stamped on it."""
+        raw = await self._get("/model_info")
+        return ModelInfo(str(raw.get("model_path", "")), str(raw.get("weight_version", "")), raw)
+
+    async def server_info(self) -> ServerInfo:
+        """Limits of the engine."""
+        raw = await self._get("/server_info")
+        version = raw.get("version")
+        return ServerInfo(
+            version=version if isinstance(version, str) else None,
+            context_length=_first_int(raw, "context_length", "max_req_input_len"),
+            max_total_tokens=_first_int(raw, "max_total_num_tokens", "max_total_tokens"),
+            page_size=_first_int(raw, "page_size") or 1,
+            raw=raw,
+        )
+
+    # -- weights -----------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating: ``abort`` ends requests, ``retract`` requeues them, ``in_place`` freezes them."""
+        if mode not in ("abort", "retract", "in_place"):
+            raise EngineRefused(f"unknown pause mode {mode!r}; use abort, retract or in_place", upstream_status=400)
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Continue after ``pause``."""
+        await self._post("/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        """Drop the prefix cache; the engine refuses while requests hold KV."""
+        await self._post("/flush_cache", {})
+
+    async def begin_weight_update(self, selector: Literal["all", "target", "draft"] = "all") -> None:
+        """Open a weight session; a second one is refused."""
+        await self._post("/begin_weight_update", {"selector": selector})
+
+    async def end_weight_update(self) -> None:
+        """Close the weight session."""
+        await self._post("/end_weight_update", {})
+
+    async def update_weights_from_tensor(
+        self, payload: bytes, *, load_format: str | None = "flattened_bucket", tp_size: int = 1
+    ) -> None:
+        """Load one serialised bucket; the same payload goes to every tensor-parallel rank. Never flushes."""
+        encoded = base64.b64encode(payload).decode("ascii")
+        await self._post(
+            "/update_weights_from_tensor",
+            {"serialized_named_tensors": [encoded] * tp_size, "load_format": load_format, "flush_cache": False},
+        )
+
+    async def update_weights_from_disk(self, path: str, version: int | None = None) -> None:
+        """Load a model directory that the engine can read; it rolls back by itself. Never flushes."""
+        body: dict[str, object] = {"model_path": path, "flush_cache": False}
+        if version is not None:
+            body["weight_version"] = str(version)
+        await self._post("/update_weights_from_disk", body)
+
+    async def set_weight_version(self, version: int) -> None:
+        """Stamp the weights; running requests go on."""
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    # -- transport ---------------------------------------------------------------------------------
+
+    async def _post(self, path: str, body: Mapping[str, object], *, probe: bool = False) -> None:
+        timeout = self._probe_timeout if probe else self._control_timeout
+        try:
+            async with self._http.post(
+                self.url + path, data=orjson.dumps(body), headers=_JSON, timeout=timeout
+            ) as response:
+                data = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        if status != 200:
+            raise self._control_error(path, status, data)
+        # Some update routes answer 200 with success false.
+        if data.startswith(b"{") and _object(data).get("success") is False:
+            raise self._control_error(path, 400, data)
+
+    async def _get(self, path: str) -> Json:
+        try:
+            async with self._http.get(self.url + path, timeout=self._probe_timeout) as response:
+                data = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        if status != 200:
+            raise self._control_error(path, status, data)
+        return _object(data)
+
+    async def _status(self, path: str) -> int:
+        try:
+            async with self._http.get(self.url + path, timeout=self._probe_timeout) as response:
+                await response.read()
+                return response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+
+    def _lost(self, error: BaseException) -> EngineLost:
+        lost = EngineLost(f"engine {self.url}: {type(error).__name__}: {error}".rstrip(": "))
+        lost.refused = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
+        lost.timed_out = isinstance(error, TimeoutError)
+        return lost
+
+    def _refusal(self, call: GenerateCall, status: int, body: bytes) -> TollwayError:
+        text = _error_text(body)
+        if 400 <= status < 500:
+            if "longer than the model's context length" in text or "context length" in text.lower():
+                return ContextLengthExceeded(int(call.input_ids.size), _limit_in(text))
+            return EngineRefused(f"engine {self.url} refused: {text}", upstream_status=status)
+        return UpstreamError(f"engine {self.url} answered {status}: {text}")
+
+    def _control_error(self, path: str, status: int, body: bytes) -> TollwayError:
+        text = f"engine {self.url} answered {status} to {path}: {_error_text(body)}"
+        return EngineRefused(text, upstream_status=status) if 400 <= status < 500 else UpstreamError(text)
+
+    def _abort_later(self, rid: str) -> None:
+        """Tell the engine without holding up the caller, who may be cancelled; ``aclose`` awaits it."""
+        task = asyncio.get_running_loop().create_task(self._abort_quietly(rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _abort_quietly(self, rid: str) -> None:
+        try:
+            await self.abort(rid)
+        except TollwayError as error:
+            logger.info("abort of %s not delivered: %s", rid, error)
+
+
+class _Assembly:
+    """Joins stream chunks. Engines send cumulative lists by default and increments when so started."""
+
+    def __init__(self, call: GenerateCall) -> None:
+        self.last: Json | None = None
+        self._call = call
+        self._ids: list[object] = []
+        self._logprobs: list[object] = []
+        self._top: list[object] = []
+
+    def add(self, chunk: Json) -> GenerateDelta | None:
+        """Take one chunk; return its new tokens, ``None`` when it brought none."""
+        meta = meta_of(chunk)
+        total = int_of(meta, "completion_tokens")
+        before = len(self._ids)
+        self._ids = _join(self._ids, chunk.get("output_ids"), total, "output ids")
+        self._logprobs = _join(self._logprobs, meta.get("output_token_logprobs"), total, "output logprobs")
+        if self._call.top_logprobs:
+            self._top = _join(self._top, meta.get("output_top_logprobs"), total, "rows of top logprobs")
+        self.last = chunk
+        if total == before:
+            return None
+        ids: Ids = ids_of({"output_ids": self._ids[before:]})
+        logprobs: NDArray[np.float32] = logprobs_of({"output_token_logprobs": self._logprobs[before:]}, ids)
+        return GenerateDelta(ids, logprobs)
+
+    def whole(self) -> Json:
+        """The reply as a non-streaming call would have got it."""
+        last = self.last or {}
+        meta = {**meta_of(last), "output_token_logprobs": self._logprobs}
+        if self._call.top_logprobs:
+            meta["output_top_logprobs"] = self._top
+        return {**last, "output_ids": self._ids, "meta_info": meta}
+
+
+def _join(have: list[object], new: object, total: int, what: str) -> list[object]:
+    items = new if isinstance(new, list) else []
+    if len(items) == total:
+        return items
+    if len(have) + len(items) == total:
+        return have + items
+    raise UpstreamError(f"stream chunk brings {len(items)} {what} after {len(have)}, engine counts {total} tokens")
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Payload of every ``data:`` line. Lines may exceed any fixed buffer, so they are cut here."""
+    pending = bytearray()
+    async for part in response.content.iter_any():
+        pending += part
+        if len(pending) > _MAX_LINE:
+            raise UpstreamError(f"engine stream has an event of more than {_MAX_LINE} bytes")
+        *lines, rest = bytes(pending).split(b"\n")
+        pending = bytearray(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip()
+
+
+def _headers(call: GenerateCall) -> dict[str, str]:
+    return {"content-type": "application/json", "X-SMG-Routing-Key": call.routing_key}
+
+
+def _object(body: bytes) -> Json:
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise UpstreamError(f"engine answered {len(body)} bytes that are not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UpstreamError(f"engine answered a JSON {type(value).__name__}, want an object")
+    return cast(Json, value)
+
+
+def _error_status(chunk: Json) -> int:
+    error = chunk.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) else 500
+
+
+def _error_text(body: bytes) -> str:
+    """Human part of an error body, shortened."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return body[:300].decode("utf-8", "replace")
+    if isinstance(value, dict):
+        inner = value.get("error", value)
+        if isinstance(inner, dict):
+            inner = inner.get("message", inner)
+        return str(inner)[:500]
+    return str(value)[:300]
+
+
+def _limit_in(text: str) -> int:
+    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    return numbers[-1] if numbers else 0
+
+
+def _first_int(raw: Json, *names: str) -> int | None:
+    for name in names:
+        value = raw.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None

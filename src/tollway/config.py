@@ -7,6 +7,7 @@ Nothing here knows any section. Depends on pydantic and ``errors``.
 from __future__ import annotations
 
 import difflib
+import json
 import tomllib
 import types
 import typing
@@ -17,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tollway.errors import ConfigError
 
-__all__ = ["Section", "Tree", "load", "merge_overrides", "read_toml"]
+__all__ = ["Section", "Tree", "load", "merge_overrides", "read_tree"]
 
 Tree = dict[str, object]
 _S = typing.TypeVar("_S", bound="Section")
@@ -29,16 +30,23 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def read_toml(path: Path) -> Tree:
-    """Read one TOML file; a missing or broken file is a ``ConfigError`` with the position."""
+def read_tree(path: Path) -> Tree:
+    """Read a TOML file, or a JSON file as ``tollway config show`` prints it.
+
+    A missing or broken file is a ``ConfigError`` with the position.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except FileNotFoundError:
         raise ConfigError(f"no configuration file at {path}; name one with -c PATH") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper() or 'TOML'}: {error}") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}, want sections")
+    return tree
 
 
 def merge_overrides(tree: Tree, overrides: Iterable[str]) -> Tree:

@@ -148,6 +148,13 @@ class EngineLost(TollwayError):
 
     code, status, retryable = "engine_lost", 503, True
 
+    def __init__(self, message: str, *, refused: bool = False, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.refused = refused
+        """Nobody listens at the engine's address: its process is gone."""
+        self.timed_out = timed_out
+        """A deadline passed; the engine may only be slow."""
+
 
 class NoEngine(TollwayError):
     """No engine can take the call now."""

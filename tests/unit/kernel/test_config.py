@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from tollway.config import Section, load, merge_overrides, read_toml
+from tollway.config import Section, load, merge_overrides, read_tree
 from tollway.errors import ConfigError
 
 
@@ -61,11 +61,23 @@ def test_a_malformed_override_is_refused(override: str) -> None:
 
 def test_a_missing_or_broken_file_says_where(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no configuration file"):
-        read_toml(tmp_path / "none.toml")
+        read_tree(tmp_path / "none.toml")
     broken = tmp_path / "b.toml"
     broken.write_text("a = [1,\nb = 2")
     with pytest.raises(ConfigError, match="line 2"):
-        read_toml(broken)
+        read_tree(broken)
     broken.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match=r"b\.toml"):
-        read_toml(broken)
+        read_tree(broken)
+
+
+def test_what_config_show_prints_can_be_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "shown.json"
+    path.write_text(Root(steps=9).model_dump_json())
+    assert load(Root, read_tree(path), source="f") == Root(steps=9)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="want sections"):
+        read_tree(path)
+    path.write_text("{")
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        read_tree(path)

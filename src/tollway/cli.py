@@ -1,0 +1,188 @@
+"""The command line: parse, load the configuration, call one function of ``app``, render, set exit status.
+
+Exit status: 0 done, 1 the run failed, 2 a wrong call or configuration (nothing was started), 130 stopped by
+Ctrl-C. Heavy packages are imported by the command that needs them, never here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import tollway
+from tollway import telemetry
+from tollway.errors import ConfigError, SandboxUnavailable, TollwayError
+from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
+
+__all__ = ["main"]
+
+EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+
+DESCRIPTION = """\
+Train language-model agents by reinforcement without rewriting the agent.
+
+Start here:
+  scripts/demo                                    train a small agent on this machine, from nothing
+  tollway doctor                                  what this machine can run, and what is missing
+  tollway train -c examples/demo/tollway.toml     the same demo without the wrapper
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    arguments = _parser().parse_args(argv)
+    if arguments.command is None:
+        _parser().print_help()
+        return EXIT_USAGE
+    # A service manager's SIGTERM ends a command the way Ctrl-C does: processes and sandboxes are released.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return int(arguments.run(arguments))
+    except (ConfigError, SandboxUnavailable) as error:
+        print(f"tollway: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except TollwayError as error:
+        print(f"tollway: {error} [{error.code}]", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("tollway: stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tollway", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"tollway {tollway.__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+
+    train = _command(commands, "train", _train, "train the policy; the same command resumes an interrupted run")
+    train.add_argument("--fresh", action="store_true", help="move an existing run directory aside and start over")
+
+    evaluate = _command(commands, "eval", _eval, "evaluate the latest checkpoint of a run on held-out tasks")
+    evaluate.add_argument("--blank-tools", action="store_true", help="replace every tool result by blanks")
+    evaluate.add_argument("--episodes", type=int, metavar="N", help="number of episodes (default: eval.episodes)")
+    evaluate.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+
+    serve = _command(commands, "serve", _serve, "run the session server in front of running engines")
+    serve.add_argument("--engine", action="append", default=[], metavar="URL", help="an engine (may repeat)")
+    serve.add_argument("--host", help="address to listen on (default: server.host)")
+    serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one (default: server.port)")
+
+    engine = _command(commands, "engine", _engine, "run the embedded CPU engine, SGLang's HTTP surface")
+    engine.add_argument("--model-path", metavar="DIR", help="Hugging Face model directory (default: engine.model_path)")
+    engine.add_argument("--host", help="address to listen on (default: engine.host)")
+    engine.add_argument("--port", type=int, help="port to listen on, 0 for a free one (default: engine.port)")
+
+    config = _command(commands, "config", _config, "show the resolved configuration, or check it")
+    config.add_argument("action", choices=["show", "check"])
+
+    _command(commands, "doctor", _doctor, "say what this machine can run and what is missing")
+
+    model = _command(commands, "new-model", _new_model, "write a model directory with random weights ([model.fresh])")
+    model.add_argument("directory", type=Path)
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: object, text: str
+) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.add_argument("-c", "--config", type=Path, metavar="FILE", help="configuration file (tollway.toml)")
+    command.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, for example trainer.steps=5"
+    )
+    command.set_defaults(run=run)
+    return command
+
+
+def _settings(arguments: argparse.Namespace, **overrides: object) -> Settings:
+    """Settings of this call; ``overrides`` are flags, which win over the file and ``--set``."""
+    extra = [f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in overrides.items() if value is not None]
+    return load_settings(arguments.config, [*arguments.set, *extra])
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from tollway import runs
+    from tollway.progress import training_view
+
+    settings = _settings(arguments)
+    with training_view(settings) as view:
+        summary = runs.train(settings, fresh=arguments.fresh, report=view.on_event)
+    view.show_summary(summary)
+    return 0
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from tollway import runs
+    from tollway.progress import show_evaluation
+    from tollway.summary import evaluation_json
+
+    settings = _settings(arguments, eval__episodes=arguments.episodes)
+    result = runs.evaluate(settings, blank_tools=arguments.blank_tools)
+    if arguments.json:
+        print(json.dumps(evaluation_json(result)))
+    else:
+        show_evaluation(result)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from tollway.router.supervisor import die_with_parent
+    from tollway.session_server.server import run
+
+    die_with_parent()
+    settings = _settings(arguments, server__host=arguments.host, server__port=arguments.port)
+    telemetry.configure(settings.run.log_level, component="serve")
+    if not os.environ.get(ADMIN_KEY_VARIABLE):
+        raise ConfigError(f"set {ADMIN_KEY_VARIABLE}: whoever opens sessions needs the admin key")
+    run(settings.server, settings.router, admin_key=admin_key(), engine_urls=arguments.engine)
+    return 0
+
+
+def _engine(arguments: argparse.Namespace) -> int:
+    from tollway.engine.server import run
+    from tollway.router.supervisor import die_with_parent
+
+    die_with_parent()
+    settings = _settings(
+        arguments, engine__model_path=arguments.model_path, engine__host=arguments.host, engine__port=arguments.port
+    )
+    telemetry.configure(settings.run.log_level, component="engine")
+    run(settings.engine)
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> int:
+    settings = _settings(arguments)
+    if arguments.action == "show":
+        print(settings.model_dump_json(indent=2))
+    else:
+        print(f"{arguments.config or 'the default configuration'}: every key is known and every value is allowed")
+    return 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from tollway.doctor import diagnose, show
+
+    return 0 if show(diagnose(_settings(arguments))) else EXIT_FAILED
+
+
+def _new_model(arguments: argparse.Namespace) -> int:
+    from tollway.fresh_model import write_fresh_model
+
+    settings = _settings(arguments)
+    if settings.model.fresh is None:
+        raise ConfigError("no [model.fresh] section: name the shape there, at least --set model.fresh.vocab_size=512")
+    write_fresh_model(arguments.directory, settings.model.fresh, seed=settings.run.seed)
+    print(f"wrote {arguments.directory}/config.json and model.safetensors")
+    return 0

@@ -1,0 +1,127 @@
+"""``tollway doctor``: what this machine can run, what is missing, and the command that brings it.
+
+Every line is something that was tried or found just now, not guessed. Owns no repair. Depends on the
+configuration and on the sandboxes' own probe.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tollway.sandboxes.probe import probe
+from tollway.settings import Settings
+
+__all__ = ["Finding", "diagnose", "show"]
+
+_MIN_FREE_GB = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One checked fact."""
+
+    name: str
+    ok: bool
+    detail: str
+    """What was found, and the next step when it is not enough."""
+    needed: bool = True
+    """Whether the demo needs it; other findings never fail the command."""
+
+
+def diagnose(settings: Settings) -> list[Finding]:
+    """Check everything that ``tollway train`` with these settings needs. Takes well under a second."""
+    sandbox = probe(settings.sandbox.local)
+    return [
+        _python(),
+        Finding("bubblewrap sandbox", sandbox.available, sandbox.reason, needed=settings.sandbox.provider == "local"),
+        Finding(
+            "sandbox python",
+            sandbox.python is not None,
+            str(sandbox.python or "none under /usr/bin: install the system package python3"),
+        ),
+        _package("torch", "engine", needed=settings.engine.kind == "embedded" or settings.trainer.backend == "torch"),
+        _package("megatron-core", "megatron", needed=settings.trainer.backend == "megatron"),
+        _package("renderers", "renderers", needed=settings.server.family != "compact-bytes"),
+        _gpu(),
+        _cores(),
+        _memory(),
+        _disk(settings.run_dir),
+        _port(settings.server.host, settings.server.port),
+    ]
+
+
+def show(findings: Sequence[Finding]) -> bool:
+    """Print a table; return whether everything needed is there."""
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("", "check", "found"):
+        table.add_column(column, overflow="fold")
+    for finding in findings:
+        mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "[yellow]no[/]"
+        table.add_row(mark, finding.name, finding.detail)
+    Console().print(table)
+    missing = [finding.name for finding in findings if finding.needed and not finding.ok]
+    Console().print(f"missing: {', '.join(missing)}" if missing else "this machine can run scripts/demo")
+    return not missing
+
+
+def _python() -> Finding:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    ok = sys.version_info >= (3, 11)
+    return Finding("python", ok, version if ok else f"{version}: install Python 3.11 or newer")
+
+
+def _package(name: str, extra: str, *, needed: bool) -> Finding:
+    try:
+        return Finding(name, True, importlib.metadata.version(name), needed=needed)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, False, f"not installed: pip install 'tollway[{extra}]'", needed=needed)
+
+
+def _gpu() -> Finding:
+    found = Path("/dev/nvidia0").exists()
+    return Finding("gpu", found, "NVIDIA device present" if found else "none: engine and trainer run on the CPU", False)
+
+
+def _cores() -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    return Finding(
+        "cpu cores", cores >= 2, f"{cores}" if cores >= 2 else "1: training and generation take turns", False
+    )
+
+
+def _memory() -> Finding:
+    with Path("/proc/meminfo").open(encoding="ascii") as file:
+        facts = dict(line.split(":", 1) for line in file)
+    free_gb = int(facts["MemAvailable"].split()[0]) / 2**20
+    ok = free_gb >= _MIN_FREE_GB
+    return Finding("free memory", ok, f"{free_gb:.1f} GiB" + ("" if ok else f": the demo needs {_MIN_FREE_GB:.0f}"))
+
+
+def _disk(run_dir: Path) -> Finding:
+    existing = next(path for path in (run_dir, *run_dir.parents) if path.exists())
+    free_gb = shutil.disk_usage(existing).free / 2**30
+    ok = free_gb >= 1.0
+    return Finding("free disk", ok, f"{free_gb:.1f} GiB at {existing}" + ("" if ok else ": set run.dir elsewhere"))
+
+
+def _port(host: str, port: int) -> Finding:
+    if port == 0:
+        return Finding("server port", True, "a free one is taken at start", needed=False)
+    with socket.socket() as probe_socket:
+        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe_socket.bind((host, port))
+        except OSError as error:
+            detail = f"{host}:{port}: {error.strerror}; set server.port, or 0 for a free one"
+            return Finding("server port", False, detail, needed=False)
+    return Finding("server port", True, f"{host}:{port} is free", needed=False)

@@ -1,0 +1,101 @@
+"""What a run remembers between processes, besides the trainer's checkpoints: evaluations, phase times, wall time.
+
+One small JSON file in the run directory, replaced atomically; and the lock that keeps a second process out of
+that directory. Depends on ``errors`` only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tollway.errors import ConfigError
+
+__all__ = ["Notes", "locked", "process_started_at"]
+
+_STARTTIME_FIELD = 19  # of /proc/self/stat, counted behind the command's name
+
+
+def process_started_at() -> float:
+    """Unix seconds at which this process was started, interpreter and imports included."""
+    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    ticks = int(fields[_STARTTIME_FIELD]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks)
+
+
+@contextmanager
+def locked(run_dir: Path) -> Iterator[None]:
+    """Hold the run directory for this process. Raises ``ConfigError`` when another one has it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is running in {run_dir}; wait for it, or choose another directory "
+                "with --set run.dir=..."
+            ) from None
+        yield
+
+
+class Notes:
+    """The notes of one run directory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._started_at = process_started_at()
+        self._wall_before_s = 0.0
+        self.evaluations: dict[str, dict[str, object]] = {}
+        """By name: before, after, blank_tools."""
+        self.phases: dict[str, float] = {}
+        """Wall seconds by phase, all processes of the run together."""
+        self.tokens_generated = 0
+        """Sampled tokens of every episode, evaluations and probes included."""
+        if path.is_file():
+            self._load()
+
+    @property
+    def wall_s(self) -> float:
+        """Wall seconds of all processes of this run so far, each from its start."""
+        return self._wall_before_s + time.time() - self._started_at
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count the wall time of a block towards a phase."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - started
+
+    def save(self) -> None:
+        """Write everything; a kill leaves the old file or the new one."""
+        body = {
+            "evaluations": self.evaluations,
+            "phases": self.phases,
+            "tokens_generated": self.tokens_generated,
+            "wall_s": self.wall_s,
+        }
+        draft = self._path.with_suffix(".tmp")
+        with draft.open("w", encoding="utf-8") as file:
+            json.dump(body, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(self._path)
+
+    def _load(self) -> None:
+        try:
+            body = json.loads(self._path.read_text(encoding="utf-8"))
+            self.evaluations = dict(body["evaluations"])
+            self.phases = dict(body["phases"])
+            self.tokens_generated = int(body["tokens_generated"])
+            self._wall_before_s = float(body["wall_s"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self._path} is not readable ({error}); move it away, or start over with --fresh"
+            ) from error

@@ -1,0 +1,176 @@
+"""What a run looks like in the terminal: phases, a bar, a line per step, the summary. rich draws it.
+
+Without a terminal (a log file, CI) the same facts come as plain lines. Owns no figure: everything shown was
+measured elsewhere. Only the command line uses it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tollway.envs.evaluate import Evaluation
+from tollway.runs import EvaluationDone, PhaseStarted
+from tollway.settings import Settings
+from tollway.summary import Summary
+from tollway.trainer.events import CheckpointSaved, Event, GapMeasured, Resumed, StepFinished, WarmStartStep
+
+__all__ = ["TrainingView", "show_evaluation", "training_view"]
+
+_STEP_COLUMNS = (
+    ("reward", "rollout/raw_reward", "{:.3f}"),
+    ("turns", "rollout/turns", "{:.2f}"),
+    ("age", "rollout/fully_async/max_staleness", "{:.0f}"),
+    ("|Δlogp|", "train/train_rollout_logprob_abs_diff", "{:.1e}"),
+    ("grad", "train/grad_norm", "{:.2f}"),
+    ("wait s", "perf/train_wait_time", "{:.1f}"),
+    ("train s", "perf/actor_train_time", "{:.1f}"),
+    ("refit ms", "perf/update_weights_pause_time", "{:.0f}"),
+)
+
+
+class TrainingView:
+    """Draws the events of one run."""
+
+    def __init__(self, console: Console, progress: Progress) -> None:
+        self._console, self._progress = console, progress
+        self._bar: TaskID | None = None
+
+    def on_event(self, event: Event | PhaseStarted | EvaluationDone) -> None:
+        """Show one event."""
+        if isinstance(event, PhaseStarted):
+            self._phase(event)
+        elif isinstance(event, WarmStartStep):
+            self._advance(event.step, event.steps, f"loss {event.loss:.3f}")
+        elif isinstance(event, StepFinished):
+            self._step(event)
+        elif isinstance(event, EvaluationDone):
+            self._console.print(f"  {_evaluation_line(event.evaluation)}")
+        elif isinstance(event, GapMeasured):
+            self._console.print(
+                f"  logprob gap at weights {event.version}: max {event.gap.largest:.1e} over {event.gap.tokens} tokens"
+            )
+        elif isinstance(event, Resumed):
+            self._console.print(
+                f"  resumed at step {event.step}, weights {event.version}: {event.reloaded} finished groups reloaded, "
+                f"{event.reissued} prompts sent out again"
+            )
+        elif isinstance(event, CheckpointSaved) and event.step:
+            self._console.print(f"  checkpoint {event.path.name}", style="dim")
+
+    def show_summary(self, summary: Summary) -> None:
+        """The end of a run."""
+        self._console.print(Panel(_summary_table(summary), title="done", expand=False))
+
+    def _phase(self, event: PhaseStarted) -> None:
+        self._clear()
+        detail = f"  [dim]{event.detail}[/]" if event.detail else ""
+        self._console.print(f"[bold]{event.name}[/]{detail}")
+
+    def _step(self, event: StepFinished) -> None:
+        shown = [
+            f"{title} {form.format(_value(event.metrics, name))}"
+            for title, name, form in _STEP_COLUMNS
+            if name in event.metrics
+        ]
+        self._console.print(f"  step {event.step:>3}  " + "  ".join(shown), soft_wrap=True)
+        self._advance(event.step, event.steps, "")
+
+    def _advance(self, done: int, total: int, note: str) -> None:
+        if self._bar is None:
+            self._bar = self._progress.add_task("", total=total)
+        self._progress.update(self._bar, completed=done, total=total, description=note)
+        if done >= total:
+            self._clear()
+
+    def _clear(self) -> None:
+        if self._bar is not None:
+            self._progress.remove_task(self._bar)
+            self._bar = None
+
+
+@contextmanager
+def training_view(settings: Settings) -> Iterator[TrainingView]:
+    """A view for one run; leaves the terminal as it was, whatever happens."""
+    console = Console(highlight=False)
+    console.print(f"run directory [bold]{settings.run.dir}[/], backend {settings.trainer.backend}")
+    progress = Progress(
+        TextColumn("  "),
+        BarColumn(bar_width=40),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        yield TrainingView(console, progress)
+
+
+def show_evaluation(evaluation: Evaluation) -> None:
+    """One evaluation as a table."""
+    table = Table(show_header=False, show_edge=False)
+    table.add_row("reward", _evaluation_line(evaluation))
+    table.add_row("model calls per episode", f"{evaluation.turns:.2f}")
+    for name, value in evaluation.facts.items():
+        table.add_row(name, f"{value:.3f}")
+    Console(highlight=False).print(table)
+
+
+def _evaluation_line(evaluation: Evaluation) -> str:
+    if evaluation.reward is None:
+        return f"no episode was graded; {evaluation.errors} failed for infrastructure reasons"
+    low, high = evaluation.interval
+    failed = f", {evaluation.errors} failed" if evaluation.errors else ""
+    return f"reward {evaluation.reward:.3f} (95 % {low:.3f} to {high:.3f}) over {evaluation.episodes} episodes{failed}"
+
+
+def _value(metrics: Mapping[str, float], name: str) -> float:
+    return metrics[name] * (1000.0 if name == "perf/update_weights_pause_time" else 1.0)
+
+
+def _summary_table(summary: Summary) -> Table:
+    cache = summary.cache
+    table = Table(show_header=False, show_edge=False, box=None)
+    rows = (
+        ("reward before", _number(summary.reward_before)),
+        ("reward after", _number(summary.reward_after)),
+        ("reward, blank tools", _number(summary.reward_blank_tools)),
+        ("steps, episodes", f"{summary.steps}, {summary.episodes}"),
+        (
+            "logprob gap",
+            f"max {_number(summary.logprob_gap_max, '.1e')} over {summary.logprob_gap_tokens} tokens "
+            "scored by the weights that sampled them",
+        ),
+        ("|Δlogp| of older tokens", f"mean {_number(summary.train_rollout_logprob_abs_diff, '.1e')}"),
+        (
+            "prefix cache",
+            f"hit rate {_number(cache.hit_rate)}, {_number(cache.shared)} of it prompts shared by siblings; "
+            f"ceiling of the rest {_number(cache.ceiling)}, efficiency {_number(cache.efficiency)}",
+        ),
+        (
+            "  outside refits",
+            f"efficiency {_number(cache.efficiency_without_refit)}; {cache.refit_flush_tokens} tokens flushed by "
+            f"refits, {cache.unknown_tokens} missed for unknown reasons",
+        ),
+        ("oldest trained group", f"{summary.staleness_max} versions"),
+        ("tokens generated", f"{summary.tokens_generated}"),
+        ("dropped groups", json.dumps(dict(summary.drops)).strip("{}").replace('"', "")),
+        ("wall time", f"{summary.wall_s:.0f} s"),
+        *((f"  {name}", f"{seconds:.1f} s") for name, seconds in summary.phases.items()),
+        ("trajectories", summary.trajectories),
+    )
+    for title, value in rows:
+        table.add_row(title, value)
+    return table
+
+
+def _number(value: float | None, form: str = ".3f") -> str:
+    return "not measured" if value is None else format(value, form)

@@ -1,0 +1,265 @@
+"""``tollway train`` and ``tollway eval``: the phases of a run, in order.
+
+Train: processes, warm start, evaluation, reinforcement, evaluation, summary. Every phase is noted in the run
+directory when it is done, so the same command continues after any interruption. What is started and joined
+is in ``app``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from tollway import app
+from tollway.app import Fleet
+from tollway.envs.config import EnvConfig
+from tollway.envs.evaluate import Evaluation
+from tollway.envs.evaluate import evaluate as run_episodes
+from tollway.envs.micro_swe.demonstrations import demonstrations
+from tollway.errors import ConfigError, TollwayError
+from tollway.notes import Notes, locked
+from tollway.ports import EpisodeSource, GroupRequest
+from tollway.records import Group
+from tollway.session_server.families.registry import load_family
+from tollway.settings import Settings
+from tollway.summary import Summary, evaluation_json, read_summary, summarise
+from tollway.trainer.backends.proxy import BackendProxy
+from tollway.trainer.checkpoint import CheckpointStore, RunState
+from tollway.trainer.events import CheckpointSaved, Event
+from tollway.trainer.loop import train as train_loop
+from tollway.trainer.sft import Demonstration, warm_start
+
+__all__ = ["EvaluationDone", "Listener", "PhaseStarted", "evaluate", "train"]
+
+T = TypeVar("T")
+U = TypeVar("U")
+_LAST_WORDS_S = 1.0
+"""How long a failed run waits for the news that a process died, which explains the failure better."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseStarted:
+    """A phase of the run begins."""
+
+    name: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationDone:
+    """One evaluation is over."""
+
+    name: str
+    evaluation: Evaluation
+
+
+Listener = Callable[[Event | PhaseStarted | EvaluationDone], None]
+
+
+def train(settings: Settings, *, fresh: bool, report: Listener) -> Summary:
+    """Train to the configured number of steps and return the summary, which is also in summary.json.
+
+    Raises ``ConfigError`` or ``SandboxUnavailable`` before anything runs, ``ComponentLost`` when a part is
+    lost in the middle; whatever was committed stays for the next call.
+    """
+    app.preflight(settings)
+    if fresh:
+        _move_aside(settings.run_dir)
+    with locked(settings.run_dir):
+        return app.run_to_end(_Training(settings, report).run())
+
+
+def evaluate(settings: Settings, *, blank_tools: bool) -> Evaluation:
+    """Evaluate the latest checkpoint of the run directory on held-out tasks, at the training temperature."""
+    app.preflight(settings)
+    with locked(settings.run_dir):
+        return app.run_to_end(_evaluate_checkpoint(settings, blank_tools=blank_tools))
+
+
+class _Counted(EpisodeSource):
+    """Counts what passes: sampled tokens of every episode."""
+
+    def __init__(self, source: EpisodeSource, notes: Notes) -> None:
+        self._source, self._notes = source, notes
+
+    async def run_group(self, request: GroupRequest) -> Group:
+        group = await self._source.run_group(request)
+        self._notes.tokens_generated += sum(row.trained_tokens for one in group.rollouts for row in one.rows)
+        return group
+
+
+class _Training:
+    """One process's part of a training run."""
+
+    def __init__(self, settings: Settings, report: Listener) -> None:
+        self._settings, self._report = settings, report
+        self._dir = settings.run_dir
+        self._notes = Notes(self._dir / "run.json")
+
+    async def run(self) -> Summary:
+        settings = self._settings
+        store = CheckpointStore(self._dir / "checkpoints", keep=settings.trainer.checkpoints_kept)
+        found = store.latest()
+        done = read_summary(self._dir)
+        if found is not None and done is not None and done.steps >= settings.trainer.steps:
+            self._start("finished before", "nothing to do; --fresh starts over, a larger trainer.steps goes on")
+            return done
+        model = app.base_model(settings)
+        async with AsyncExitStack() as stack:
+            self._start("start", "engine, session server, training process")
+            with self._notes.phase("start"):
+                fleet, backend = await _both(
+                    stack.enter_async_context(app.open_fleet(settings, model, journal=self._dir / "journal.sqlite")),
+                    stack.enter_async_context(app.open_backend(settings, model)),
+                )
+            return await _guarded(fleet, self._phases(fleet, backend, found[1] if found else None))
+
+    async def _phases(self, fleet: Fleet, backend: BackendProxy, resumed: RunState | None) -> Summary:
+        settings, notes = self._settings, self._notes
+        refit = fleet.refit(settings)
+        if resumed is None:
+            await self._warm_start(fleet, backend)
+            await refit.push(await backend.weight_buckets(int(settings.trainer.bucket_mb * 2**20)), 0)
+            if settings.eval.at_start:
+                await self._evaluate(fleet, "before")
+        self._start("reinforcement", f"{settings.trainer.steps} steps")
+        source = fleet.episodes(_tasks(settings, "train"))
+        with notes.phase("reinforcement"):
+            result = await train_loop(
+                backend,
+                _Counted(source, notes),
+                refit,
+                settings.trainer,
+                run_dir=self._dir,
+                on_event=self._on_event,
+            )
+            await source.aclose()
+        await backend.export(self._dir / "model")
+        if settings.eval.at_end:
+            await self._evaluate(fleet, "after")
+        if settings.eval.blank_tools:
+            await self._evaluate(fleet, "blank_tools", blank_tools=True)
+        summary = summarise(result, notes, await fleet.sessions.cache(), self._dir)
+        notes.save()
+        return summary
+
+    async def _warm_start(self, fleet: Fleet, backend: BackendProxy) -> None:
+        settings = self._settings
+        if not settings.trainer.warm_start.steps:
+            return
+        self._start("demonstrations", "made in real sandboxes")
+        with self._notes.phase("demonstrations"):
+            sequences = await _demonstrations(settings, fleet)
+        self._start("warm start", f"{settings.trainer.warm_start.steps} supervised steps")
+        with self._notes.phase("warm_start"):
+            await warm_start(
+                backend, sequences, settings.trainer.warm_start, seed=settings.run.seed, on_event=self._on_event
+            )
+
+    async def _evaluate(self, fleet: Fleet, name: str, *, blank_tools: bool = False) -> None:
+        if name in self._notes.evaluations:
+            return
+        self._start(f"evaluation {name.replace('_', ' ')}", f"{self._settings.eval.episodes} episodes")
+        with self._notes.phase(f"eval_{name}"):
+            evaluation = await _evaluate(self._settings, fleet, self._notes, blank_tools=blank_tools)
+        self._notes.evaluations[name] = evaluation_json(evaluation)
+        self._notes.save()
+        self._report(EvaluationDone(name, evaluation))
+
+    def _on_event(self, event: Event) -> None:
+        self._report(event)
+        if isinstance(event, CheckpointSaved):
+            self._notes.save()
+
+    def _start(self, name: str, detail: str) -> None:
+        self._report(PhaseStarted(name, detail))
+
+
+async def _evaluate_checkpoint(settings: Settings, *, blank_tools: bool) -> Evaluation:
+    found = CheckpointStore(settings.run_dir / "checkpoints", keep=settings.trainer.checkpoints_kept).latest()
+    if found is None:
+        raise ConfigError(f"no checkpoint in {settings.run_dir}; train first, or name the run with --set run.dir=...")
+    journal = settings.run_dir / "eval" / "journal.sqlite"
+    shutil.rmtree(journal.parent, ignore_errors=True)
+    journal.parent.mkdir(parents=True)
+    model = app.base_model(settings)
+    async with AsyncExitStack() as stack:
+        fleet, backend = await _both(
+            stack.enter_async_context(app.open_fleet(settings, model, journal=journal)),
+            stack.enter_async_context(app.open_backend(settings, model)),
+        )
+        path, state = found
+        await backend.load(path)
+        buckets = await backend.weight_buckets(int(settings.trainer.bucket_mb * 2**20))
+        await fleet.refit(settings).push(buckets, state.version)
+        notes = Notes(journal.parent / "run.json")
+        return await _guarded(fleet, _evaluate(settings, fleet, notes, blank_tools=blank_tools))
+
+
+async def _evaluate(settings: Settings, fleet: Fleet, notes: Notes, *, blank_tools: bool) -> Evaluation:
+    config = _tasks(settings, "heldout").model_copy(update={"blank_tools": blank_tools or settings.env.blank_tools})
+    source = fleet.episodes(config)
+    try:
+        return await run_episodes(
+            _Counted(source, notes),
+            settings.eval.episodes,
+            sampling=app.sampling(settings),
+            name="blank" if blank_tools else "eval",
+        )
+    finally:
+        await source.aclose()
+
+
+async def _demonstrations(settings: Settings, fleet: Fleet) -> list[Demonstration]:
+    """Token ids and masks of the environment's scripted episodes, rendered by the served family."""
+    warm, server = settings.trainer.warm_start, settings.server
+    family = load_family(server.family, tokenizer=server.tokenizer, thinking=server.thinking)
+    shown = await demonstrations(
+        fleet.provider, warm.steps * warm.batch, seed=settings.run.seed, recipe=settings.env.demonstrations
+    )
+    return [family.render_training(one.messages, one.tools) for one in shown]
+
+
+def _tasks(settings: Settings, split: Literal["train", "heldout"]) -> EnvConfig:
+    return settings.env.model_copy(update={"seed": settings.run.seed, "split": split})
+
+
+async def _both(first: Coroutine[object, object, T], second: Coroutine[object, object, U]) -> tuple[T, U]:
+    """Await two start-ups side by side; the first failure cancels the other and is raised alone."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            one, two = group.create_task(first), group.create_task(second)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return one.result(), two.result()
+
+
+async def _guarded(fleet: Fleet, work: Coroutine[object, object, T]) -> T:
+    """Run ``work``; the death of the engine or the server ends it at once and is the error that is told."""
+    working, watching = asyncio.create_task(work), asyncio.create_task(fleet.watch())
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if watching.done():
+            await watching
+        if working.done() and isinstance(working.exception(), TollwayError):
+            # A dead engine first shows as failed episodes: give its exit a moment to be seen.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(watching), _LAST_WORDS_S)
+        return await working
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _move_aside(run_dir: Path) -> None:
+    """Keep what an earlier run left: its directory gets the next free number."""
+    if not run_dir.exists():
+        return
+    number = next(n for n in range(1, 10_000) if not run_dir.with_name(f"{run_dir.name}.{n}").exists())
+    run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))

@@ -1,0 +1,118 @@
+"""One command trains through the real path, survives what kills it, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import processes_of, wait_until_gone
+
+from tollway.trainer.spool import decode_group
+
+SUMMARY_KEYS = {
+    "reward_before",
+    "reward_after",
+    "reward_blank_tools",
+    "steps",
+    "episodes",
+    "logprob_gap_max",
+    "logprob_gap_tokens",
+    "train_rollout_logprob_abs_diff",
+    "cache",
+    "staleness_max",
+    "tokens_generated",
+    "wall_s",
+    "phases",
+}
+CACHE_KEYS = {"hit_rate", "ceiling", "efficiency", "efficiency_without_refit", "unknown_tokens"}
+
+
+def leftovers(run_dir: Path) -> list[str]:
+    """Sandbox workspaces that a run left."""
+    return [path.name for path in (run_dir.parent / "sandboxes").rglob("*") if path.is_dir() and "w" in path.name]
+
+
+@pytest.mark.timeout(300)
+def test_a_run_on_megatron_trains_exactly_and_the_same_command_knows_that_it_is_done(tiny) -> None:  # type: ignore[no-untyped-def]
+    run = tiny("train", backend="megatron")
+    assert run.wait(240) == 0, run.output
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary.keys() >= SUMMARY_KEYS
+    assert summary["cache"].keys() >= CACHE_KEYS
+    assert summary["steps"] == 3
+    assert summary["episodes"] == 24
+    assert summary["logprob_gap_max"] < 1e-4
+    assert summary["logprob_gap_tokens"] >= 100
+    assert summary["cache"]["unknown_tokens"] == 0
+    assert 1 <= summary["staleness_max"] <= 4
+    assert all(0 <= summary[f"reward_{when}"] <= 1 for when in ("before", "after", "blank_tools"))
+
+    groups = [decode_group(path) for path in sorted((run.run_dir / "trajectories").rglob("*.safetensors"))]
+    rows = [row for group in groups for rollout in group.rollouts for row in rollout.rows]
+    assert rows
+    assert summary["tokens_generated"] > sum(row.trained_tokens for row in rows) > 0
+    assert {int(v) for row in rows for v in row.weight_version[row.loss_mask == 1]} <= {0, 1, 2, 3}
+    assert all(np.array_equal(np.isnan(row.logprobs), row.loss_mask == 0) for row in rows)
+    assert wait_until_gone(run.run_dir) == []
+
+    again = tiny("train", backend="megatron")
+    assert again.wait(60) == 0, again.output
+    assert "finished before" in again.output
+    assert json.loads((run.run_dir / "summary.json").read_text()) == summary
+
+    evaluation = tiny("eval", backend="megatron", flags=("--blank-tools", "--json", "--episodes", "4"))
+    assert evaluation.wait(120) == 0, evaluation.output
+    assert json.loads(evaluation.output.splitlines()[-1])["episodes"] == 4
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_engine_ends_the_run_with_its_last_words_and_the_next_start_goes_on(tiny) -> None:  # type: ignore[no-untyped-def]
+    run = tiny("train", "trainer.steps=500")
+    run.wait_for("step   2")
+    os.kill(run.pid_of("tollway engine"), signal.SIGKILL)
+    assert run.wait(60) == 1, run.output
+    assert "engine ended with status -9" in run.output
+    assert "component_lost" in run.output
+    assert wait_until_gone(run.run_dir) == []
+    assert leftovers(run.run_dir) == []
+
+    again = tiny("train", "trainer.steps=4")
+    assert again.wait(120) == 0, again.output
+    assert "resumed at step" in again.output
+    assert json.loads((run.run_dir / "summary.json").read_text())["steps"] >= 4
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_a_run_leaves_no_process_and_no_sandbox(tiny, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+    run = tiny("train", "trainer.steps=500")
+    run.wait_for("step   1")
+    run.process.send_signal(number)
+    assert run.wait(60) == 130, run.output
+    assert "stopped" in run.output
+    assert wait_until_gone(run.run_dir) == []
+    assert leftovers(run.run_dir) == []
+
+
+@pytest.mark.timeout(300)
+def test_killing_the_run_itself_leaves_no_process(tiny) -> None:  # type: ignore[no-untyped-def]
+    run = tiny("train", "trainer.steps=500")
+    run.wait_for("step   1")
+    assert len(processes_of(run.run_dir)) >= 4
+    run.process.kill()
+    run.process.wait()
+    assert wait_until_gone(run.run_dir) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_second_run_in_the_same_directory_is_refused(tiny) -> None:  # type: ignore[no-untyped-def]
+    run = tiny("train", "trainer.steps=500")
+    run.wait_for("warm start")
+    second = tiny("train")
+    assert second.wait(60) == 2
+    assert "another process is running in" in second.output
+    assert run.process.poll() is None

@@ -1,0 +1,120 @@
+"""Refit sessions: the order of calls, and that a failure anywhere leaves no engine half-way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from trainer_helpers import RecordingEngine
+
+from tollway.errors import ComponentLost, ConfigError
+from tollway.trainer.weights.refit import PauseMode, Refit
+from tollway.trainer.weights.wire import serialise
+
+BUCKETS = [serialise([("a", torch.ones(2))]), serialise([("b", torch.zeros(3))])]
+
+
+def refit(*engines: RecordingEngine, mode: PauseMode = "retract", **options: object) -> Refit:
+    return Refit(engines, mode=mode, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
+async def test_a_session_runs_in_the_order_that_engines_need(mode: PauseMode) -> None:
+    engine = RecordingEngine()
+
+    async def notify(url: str, version: int, flushed: bool) -> None:
+        engine.calls.append(f"notify:{version}:{flushed}")
+
+    report = await refit(engine, mode=mode, notify=notify).push(BUCKETS, 7)
+    flush = [] if mode == "in_place" else ["flush"]
+    told = [f"notify:7:{mode != 'in_place'}"]
+    session = ["begin", "bucket", "bucket", "end", "version", "resume"]
+    assert engine.calls == [f"pause:{mode}", *flush, *told, *session]
+    assert (engine.version, engine.paused, engine.in_session) == (7, False, False)
+    assert sorted(engine.weights) == ["a", "b"]
+    assert report.wire_bytes == sum(map(len, BUCKETS))
+    assert report.quarantined == ()
+
+
+@pytest.mark.parametrize("mode", ["place", "", "IN_PLACE"])
+def test_an_unknown_pause_mode_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigError, match="retract, in_place, abort"):
+        refit(RecordingEngine(), mode=mode)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("stage", ["pause:retract", "flush", "begin"])
+async def test_a_failure_before_the_first_bucket_leaves_the_engine_serving_old_weights(stage: str) -> None:
+    engine = RecordingEngine(fail_at=stage, version=3)
+    with pytest.raises(ComponentLost, match=f"{stage} refused"):
+        await refit(engine).push(BUCKETS, 4)
+    assert engine.calls[-1] == "resume"
+    assert (engine.version, engine.paused) == (3, False)
+
+
+@pytest.mark.parametrize("stage", ["bucket", "end", "version"])
+async def test_half_loaded_weights_never_serve_and_nobody_waits_for_them(stage: str) -> None:
+    engine = RecordingEngine(fail_at=stage, version=3)
+    with pytest.raises(ComponentLost, match=f"{stage} refused"):
+        await refit(engine).push(BUCKETS, 4)
+    assert engine.calls[-1] == "abort_all"
+    assert "resume" not in engine.calls
+    assert (engine.version, engine.paused) == (3, True)
+
+
+@pytest.mark.parametrize("stage", ["pause:retract", "flush", "begin", "bucket", "end", "version", "resume"])
+async def test_the_push_after_a_failed_one_succeeds(stage: str) -> None:
+    engine = RecordingEngine(fail_at=stage)
+    session = refit(engine)
+    with pytest.raises(ComponentLost):
+        await session.push(BUCKETS, 1)
+    engine.fail_at = None
+    await asyncio.wait_for(session.push(BUCKETS, 2), 10)
+    assert (engine.version, engine.paused, engine.in_session) == (2, False, False)
+
+
+async def test_one_bad_engine_is_quarantined_and_the_others_go_on() -> None:
+    good, bad = RecordingEngine(url="http://good"), RecordingEngine(url="http://bad", fail_at="bucket")
+    session = refit(good, bad)
+    report = await session.push(BUCKETS, 1)
+    assert report.quarantined == ("http://bad",)
+    assert (good.version, good.paused, bad.version) == (1, False, -1)
+    bad.fail_at = None
+    assert (await session.push(BUCKETS, 2)).quarantined == ()
+    assert (good.version, bad.version) == (2, 2)
+
+
+@pytest.mark.parametrize("stage", ["pause:retract", "flush", "bucket", "resume"])
+async def test_an_engine_that_stalls_is_given_up_in_bounded_time(stage: str) -> None:
+    engine = RecordingEngine(stall_at=stage)
+    with pytest.raises(ComponentLost, match="took longer than"):
+        await asyncio.wait_for(refit(engine, timeout_s=0.05).push(BUCKETS, 1), 5)
+
+
+async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weights_move() -> None:
+    engine = RecordingEngine()
+
+    async def notify(url: str, version: int, flushed: bool) -> None:
+        raise ComponentLost("session server is gone")
+
+    with pytest.raises(ComponentLost, match="session server is gone"):
+        await refit(engine, notify=notify).push(BUCKETS, 1)
+    assert "begin" not in engine.calls
+    assert engine.calls[-1] == "resume"
+
+
+@pytest.mark.parametrize(("stage", "last"), [("flush", "resume"), ("bucket", "abort_all")])
+async def test_cancelling_a_push_releases_the_engine(stage: str, last: str) -> None:
+    engine = RecordingEngine(stall_at=stage)
+    push = asyncio.create_task(refit(engine).push(BUCKETS, 1))
+    while stage not in engine.calls:
+        await asyncio.sleep(0)
+    push.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await push
+    assert engine.calls[-1] == last
+
+
+def test_a_refit_needs_an_engine() -> None:
+    with pytest.raises(ConfigError, match="at least one engine"):
+        refit()

@@ -1,0 +1,47 @@
+"""The `[trainer]` section refuses what cannot train, and the controller stays light."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tollway.config import load
+from tollway.errors import ConfigError
+from tollway.trainer.config import TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"samples_per_group": 1}, "samples_per_group must be at least 2"),
+        ({"temperature": 0.0}, "temperature above 0"),
+        ({"temperature": -1.0}, "temperature above 0"),
+        ({"top_p": 0.8}, "top_p = 1.0"),
+        ({"top_k": 20}, "top_k = -1"),
+        ({"dual_clip": 1.0}, "greater than 1"),
+        ({"pause_mode": "place"}, "in_place"),
+        ({"pause_mode": ""}, "in_place"),
+        ({"max_staleness": 0}, "max_staleness must be at least 1"),
+        ({"group_per_step": 4}, "did you mean 'groups_per_step'"),
+        ({"optimizer": {"betas": [0.9, 1.0]}}, "must lie in [0, 1)"),
+    ],
+)
+def test_a_value_that_cannot_train_is_refused_with_the_reason(tree: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError, match="trainer") as caught:
+        load(TrainerConfig, tree, source="trainer.toml")
+    assert text in str(caught.value)
+
+
+def test_the_schedule_says_how_far_generation_runs_ahead() -> None:
+    assert TrainerConfig().lead == 1
+    assert TrainerConfig(schedule="sync", max_staleness=0).lead == 0
+
+
+def test_the_controller_never_imports_torch() -> None:
+    modules = "loop, rollout, sft, checkpoint, probe, backends.proxy, weights.refit"
+    names = [f"tollway.trainer.{name}" for name in modules.split(", ")]
+    code = f"import sys, importlib\nfor n in {names}: importlib.import_module(n)\nprint('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

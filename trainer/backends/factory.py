@@ -1,0 +1,64 @@
+"""Build a backend from its spec, inside the training process: weights first, then the framework.
+
+The only place that picks an implementation. Imports torch, and megatron when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from tollway.errors import ConfigError
+from tollway.trainer.backends.base import BackendSpec, TrainBackend
+from tollway.trainer.backends.shape import ModelShape, check_names, initial_weights, read_shape
+
+__all__ = ["build", "starting_weights"]
+
+
+def build(spec: BackendSpec) -> TrainBackend:
+    """Raises ``ConfigError`` for a model directory or option that cannot be used."""
+    model_dir = Path(spec.model_dir)
+    shape = read_shape(model_dir)
+    weights = starting_weights(spec, shape)
+    torch.manual_seed(spec.seed)
+    if spec.kind == "torch":
+        from tollway.trainer.backends.torch_backend import TorchBackend
+
+        return TorchBackend(spec, shape, weights)
+    from tollway.trainer.backends.megatron import shims
+
+    shims.apply()
+    try:
+        backend = importlib.import_module("tollway.trainer.backends.megatron.backend")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "megatron":
+            raise
+        raise ConfigError(
+            "the megatron backend needs Megatron-Core: pip install 'tollway[megatron]', "
+            'or set trainer.backend = "torch"'
+        ) from error
+    shims.patch_megatron()
+    made: TrainBackend = backend.MegatronBackend(spec, shape, weights)
+    return made
+
+
+def starting_weights(spec: BackendSpec, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Weights of the model directory, or drawn from the seed, under Hugging Face names in fp32."""
+    if spec.init == "random":
+        return {name: torch.from_numpy(array) for name, array in initial_weights(shape, spec.seed).items()}
+    files = sorted(Path(spec.model_dir).glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"no *.safetensors in {spec.model_dir}: name a directory with weights, "
+            'or set trainer.init = "random" to start from none'
+        )
+    weights: dict[str, torch.Tensor] = {}
+    for path in files:
+        weights |= {name: tensor.float() for name, tensor in load_file(path).items()}
+    if shape.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    check_names(weights, shape)
+    return weights

@@ -1,0 +1,1 @@
+"""The Megatron-Core backend. Import ``shims`` and apply them before anything of megatron is imported."""

@@ -1,0 +1,42 @@
+"""Write a Hugging Face model directory, all or nothing.
+
+Runs where torch lives. A reader sees the old directory or the new one, never a half-written one: everything
+goes to a sibling first, is flushed, and is renamed. Depends on torch and safetensors.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tollway.trainer.atomic import fsync_tree, replace_directory
+
+__all__ = ["export"]
+
+_WEIGHTS = (".safetensors", ".bin", ".pt")
+
+
+def export(named: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path) -> None:
+    """Write ``model.safetensors`` to ``target`` with the configuration and tokenizer files of ``source``.
+
+    An existing ``target`` is replaced. Raises ``OSError`` when the disk refuses; ``target`` is then as before.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    try:
+        for path in source.iterdir():
+            if path.is_file() and path.suffix not in _WEIGHTS and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, draft / path.name)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+        save_file(tensors, draft / "model.safetensors", metadata={"format": "pt"})
+        fsync_tree(draft)
+        replace_directory(draft, target)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

@@ -11,7 +11,7 @@ import asyncio
 import base64
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -36,6 +36,7 @@ from tollway.router.wire import (
 )
 
 __all__ = [
+    "KEEP_ALIVE_S",
     "EngineClient",
     "GenerateCall",
     "GenerateDelta",
@@ -47,6 +48,10 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 3.0
+"""How long an idle connection to an engine may be used again: stock servers close theirs after 5 s, and a
+request that meets the closing looks like a lost engine."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _JSON = {"content-type": "application/json"}
@@ -151,7 +156,7 @@ class EngineClient:
             if not done:
                 self._abort_later(call.rid)
 
-    async def stream(self, call: GenerateCall) -> AsyncIterator[GenerateDelta | GenerateReply]:
+    async def stream(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta | GenerateReply]:
         """Yield deltas as tokens arrive; the last item is the checked ``GenerateReply`` of the whole.
 
         Closing the iterator early aborts the request on the engine. Errors as ``generate``; a stream that
@@ -219,6 +224,20 @@ class EngineClient:
             page_size=_first_int(raw, "page_size") or 1,
             raw=raw,
         )
+
+    async def metric(self, name: str) -> float | None:
+        """Sum over the labels of one Prometheus series of ``GET /metrics``; ``None`` when it has no such series."""
+        try:
+            async with self._http.get(self.url + "/metrics", timeout=self._probe_timeout) as response:
+                data = await response.read()
+                status = response.status
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        if status != 200:
+            raise self._control_error("/metrics", status, data)
+        pattern = rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})? ([0-9.eE+-]+)\s*$"
+        found = re.findall(pattern, data, flags=re.MULTILINE)
+        return sum(float(value) for value in found) if found else None
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -303,10 +322,11 @@ class EngineClient:
             raise self._lost(error) from error
 
     def _lost(self, error: BaseException) -> EngineLost:
-        lost = EngineLost(f"engine {self.url}: {type(error).__name__}: {error}".rstrip(": "))
-        lost.refused = isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError))
-        lost.timed_out = isinstance(error, TimeoutError)
-        return lost
+        return EngineLost(
+            f"engine {self.url}: {type(error).__name__}: {error}".rstrip(": "),
+            refused=isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError)),
+            timed_out=isinstance(error, TimeoutError),
+        )
 
     def _refusal(self, call: GenerateCall, status: int, body: bytes) -> TollwayError:
         text = _error_text(body)

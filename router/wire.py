@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -275,8 +275,9 @@ def _routes(call: GenerateCall, meta: Json, sampled: int, shape: tuple[int, int]
     wide = np.frombuffer(data, dtype="<i4").reshape(rows, layers, top_k)
     if wide.size and (wide.min() < 0 or wide.max() > 65535):
         raise UpstreamError(f"routed_experts holds expert {int(wide.max())}, want 0 to 65535")
-    narrow = wide.astype(np.uint8 if not wide.size or wide.max() < 256 else np.uint16)
-    return RoutedExperts(start=call.routed_experts_start, ids=narrow)
+    if not wide.size or wide.max() < 256:
+        return RoutedExperts(start=call.routed_experts_start, ids=wide.astype(np.uint8))
+    return RoutedExperts(start=call.routed_experts_start, ids=wide.astype(np.uint16))
 
 
 def _top(meta: Json, sampled: int, k: int) -> TopLogprobs:
@@ -290,10 +291,9 @@ def _top(meta: Json, sampled: int, k: int) -> TopLogprobs:
     values = np.full((sampled, k), -np.inf, np.float32)
     try:
         for at, row in enumerate(rows):
-            entries: Sequence[Sequence[object]] = (row or [])[:k]
-            for column, entry in enumerate(entries):
-                values[at, column] = entry[0]
-                ids[at, column] = entry[1]
+            for column, (value, token, *_) in enumerate((row or [])[:k]):
+                values[at, column] = value
+                ids[at, column] = token
     except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         raise UpstreamError("engine sent top logprobs that are not rows of [number, id, text]") from None
     return TopLogprobs(ids=ids, logprobs=values)

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Dialects: how harnesses speak. Each parses into ``TurnRequest`` and renders ``TurnOutcome``."""

@@ -183,8 +183,7 @@ async def open_fleet(settings: Settings, model: Path, *, journal: Path) -> Async
     tollway = [sys.executable, "-P", "-m", "tollway"]
     async with AsyncExitStack() as stack:
         engine = await ServerProcess.start(
-            # Decimal from the start: the router takes no engine whose version it cannot compare.
-            [*tollway, "engine", "-c", str(shown), "--model-path", str(model), "--set", 'engine.weight_version="0"'],
+            [*tollway, "engine", "-c", str(shown), "--model-path", str(model)],
             name="engine",
             log=logs / "engine.log",
             env=one_thread,

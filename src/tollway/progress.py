@@ -152,8 +152,8 @@ def _summary_table(summary: Summary) -> Table:
         ("|Δlogp| of older tokens", f"mean {_number(summary.train_rollout_logprob_abs_diff, '.1e')}"),
         (
             "prefix cache",
-            f"hit rate {_number(cache.hit_rate)}, {_number(cache.shared)} of it prompts shared by siblings; "
-            f"ceiling of the rest {_number(cache.ceiling)}, efficiency {_number(cache.efficiency)}",
+            f"hit rate {_number(cache.hit_rate)} of a ceiling of {_number(cache.ceiling)}, efficiency "
+            f"{_number(cache.efficiency)}; {_number(cache.hit_rate_with_shared)} with what siblings share",
         ),
         (
             "  outside refits",

@@ -20,9 +20,9 @@ class CacheSummary:
     """Prefix cache over every model call of the run's last process; ``None``: nothing to divide by."""
 
     hit_rate: float | None
-    """Cached prompt tokens as a share of all prompt tokens."""
-    shared: float | None
-    """The part of the hit rate that sessions owe to each other: first prompts that siblings share."""
+    """Cached tokens of sessions' own prefixes as a share of all prompt tokens."""
+    hit_rate_with_shared: float | None
+    """The same with what sessions owe to each other: prompts and tool outputs that group siblings share."""
     ceiling: float | None
     """The highest hit rate that the conversations allow, sharing between sessions left out."""
     efficiency: float | None
@@ -95,7 +95,7 @@ def summarise(report: TrainReport, notes: Notes, cache: Mapping[str, object], ru
         train_rollout_logprob_abs_diff=report.train_rollout_logprob_abs_diff,
         cache=CacheSummary(
             hit_rate=figures["hit_rate"],
-            shared=_share(figures["shared_tokens"], figures["prompt_tokens"]),
+            hit_rate_with_shared=figures["hit_rate_with_shared"],
             ceiling=figures["ceiling"],
             efficiency=figures["efficiency"],
             efficiency_without_refit=figures["efficiency_without_refit"],
@@ -119,10 +119,6 @@ def summarise(report: TrainReport, notes: Notes, cache: Mapping[str, object], ru
 def evaluation_json(evaluation: Evaluation) -> dict[str, object]:
     """One evaluation as plain values."""
     return asdict(evaluation)
-
-
-def _share(part: float | None, whole: float | None) -> float | None:
-    return part / whole if part is not None and whole else None
 
 
 def _reward(notes: Notes, name: str) -> float | None:

@@ -14,6 +14,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.records import Sampling
 from tollway.router.engines import EngineClient, GenerateCall, GenerateReply
 from tollway.trainer.backends.base import BackendSpec
@@ -26,24 +27,19 @@ LIMIT = 2e-5
 
 
 def model_directory(folder: Path, *, moe: bool) -> Path:
-    config: dict[str, object] = {
-        "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
-        "vocab_size": 64,
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 64,
-        "max_position_embeddings": 1024,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.15,
-        "tie_word_embeddings": not moe,
-        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24} if moe else {}),
-    }
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(config))
+    experts: dict[str, object] = {"num_experts": 4, "moe_intermediate_size": 24} if moe else {}
+    shape = ModelShape.model_validate(
+        {
+            "vocab_size": 64,
+            "hidden_size": 48,
+            "head_dim": 16,
+            "intermediate_size": 64,
+            "max_position_embeddings": 1024,
+            "tie_word_embeddings": not moe,
+            **experts,
+        }
+    )
+    write_fresh_model(folder, shape, seed=3, std=0.15)
     return folder
 
 
@@ -119,7 +115,7 @@ async def test_engine_and_trainer_agree_on_every_token_across_a_refit_in_mid_fli
     tmp_path: Path, moe: bool, mode: PauseMode
 ) -> None:
     base = model_directory(tmp_path / "base", moe=moe)
-    spec = BackendSpec(kind="megatron", model_dir=str(base), init="random", seed=3)
+    spec = BackendSpec(kind="megatron", model_dir=str(base))
     async with BackendProxy(spec, log_path=tmp_path / "trainer.log") as backend:
         await backend.export(tmp_path / "model")
         async with serving(tmp_path / "model") as engine:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,9 +86,10 @@ def wait_until_gone(run_dir: Path, limit_s: float = 15.0) -> list[tuple[int, str
 @pytest.fixture
 def tiny(tmp_path: Path) -> Iterator[type[Run]]:
     """``start(command, *extra --set values, backend=...)`` of a tiny demo run in its own directory."""
-    sandboxes = tmp_path / "sandboxes"
-    sandboxes.mkdir()
+    # Not under pytest's private directory: sandboxes run under uids of their own, which must reach it.
+    sandboxes = Path(tempfile.mkdtemp(prefix="tollway-e2e-", dir="/dev/shm"))
     sandboxes.chmod(0o711)
+    (tmp_path / "sandboxes").symlink_to(sandboxes)
     runs: list[Run] = []
 
     def start(command: str, *sets: str, backend: str = "torch", flags: tuple[str, ...] = ()) -> Run:
@@ -105,3 +108,4 @@ def tiny(tmp_path: Path) -> Iterator[type[Run]]:
     for run in runs:
         for pid, _ in wait_until_gone(run.run_dir, 5.0):
             os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(sandboxes)

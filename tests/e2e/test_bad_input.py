@@ -119,6 +119,14 @@ def test_without_user_namespaces_the_run_says_which_setting_forbids_them(tmp_pat
     assert (code, "max_user_namespaces" in output) == (2, True), output
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="an ordinary user's sandboxes run under that user")
+def test_a_workspace_root_that_sandboxes_cannot_reach_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    root = ("--set", f"sandbox.local.root={tmp_path}", "--set", f"run.dir={tmp_path / 'run'}")
+    code, output = tollway("train", "-c", str(DEMO), *root)
+    assert (code, "set sandbox.local.root" in output) == (2, True), output
+
+
 def test_eval_without_a_checkpoint_says_to_train_first(tmp_path: Path) -> None:
     code, output = tollway("eval", "-c", str(DEMO), "--set", f"run.dir={tmp_path / 'run'}")
     assert (code, "train first" in output) == (2, True), output

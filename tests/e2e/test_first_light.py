@@ -32,13 +32,15 @@ CACHE_KEYS = {"hit_rate", "ceiling", "efficiency", "efficiency_without_refit", "
 
 
 def leftovers(run_dir: Path) -> list[str]:
-    """Sandbox workspaces that a run left."""
-    return [path.name for path in (run_dir.parent / "sandboxes").rglob("*") if path.is_dir() and "w" in path.name]
+    """Everything that a run's sandboxes left on the host."""
+    return [path.name for path in (run_dir.parent / "sandboxes").iterdir()]
 
 
 @pytest.mark.timeout(300)
 def test_a_run_on_megatron_trains_exactly_and_the_same_command_knows_that_it_is_done(tiny) -> None:  # type: ignore[no-untyped-def]
-    run = tiny("train", backend="megatron")
+    # The demo's whole warm start: a policy that never succeeds gives its groups nothing to compare.
+    warm = ("trainer.warm_start.steps=430", "env.demonstrations.distinct_tasks=64")
+    run = tiny("train", *warm, backend="megatron")
     assert run.wait(240) == 0, run.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
     assert summary.keys() >= SUMMARY_KEYS

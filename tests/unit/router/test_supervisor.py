@@ -63,7 +63,7 @@ async def test_a_child_that_ignores_sigterm_and_forks_is_gone_after_stop(tmp_pat
     )
     process = await ServerProcess.start(child(body), name="c", log=tmp_path / "log")
     async with asyncio.timeout(20):
-        while len((tmp_path / "log").read_text().split()) < 2:  # noqa: ASYNC110 - another process writes it
+        while len((tmp_path / "log").read_text().split()) < 2:
             await asyncio.sleep(0.01)
     await process.stop(grace_s=0.2)
     assert process.returncode == -signal.SIGKILL

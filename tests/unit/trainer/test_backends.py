@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import pytest_asyncio
+from safetensors.numpy import load_file
 from trainer_helpers import model_dir, open_bucket, random_batch
 
 from tollway.errors import ConfigError
 from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.proxy import BackendProxy
-from tollway.trainer.backends.shape import initial_weights, read_shape
 from tollway.trainer.batch import Batch, Objective, OptimizerSettings
 from tollway.trainer.losses import total_loss
 from tollway.trainer.planner import demonstration_batch
@@ -41,7 +41,7 @@ async def worker(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFact
 
 
 def spec(folder: Path, kind: str, **changes: object) -> BackendSpec:
-    fields: dict[str, object] = {"init": "random", "seed": 5, "micro_batch_tokens": 128}
+    fields: dict[str, object] = {"seed": 5, "micro_batch_tokens": 128}
     return BackendSpec(kind=kind, model_dir=str(folder), **(fields | changes))  # type: ignore[arg-type]
 
 
@@ -106,7 +106,9 @@ async def test_a_run_resumed_from_disk_equals_one_that_never_stopped(
     batch = random_batch(6, seed=6)
     for _ in range(5):
         await worker.step(batch, lr=1e-2)
-    await worker.save(tmp_path)
+    state = tmp_path / "state"
+    state.mkdir()
+    await worker.save(state)
 
     async def three() -> list[tuple[float, float]]:
         reports = [await worker.step(batch, lr=1e-2) for _ in range(3)]
@@ -114,10 +116,11 @@ async def test_a_run_resumed_from_disk_equals_one_that_never_stopped(
 
     straight = await three()
     final = await weights_of(worker)
-    await worker.load(tmp_path)
+    await worker.load(state)
     assert await three() == straight
-    await worker.rebuild(spec(folders[name], kind, seed=77, optimizer=settings))
-    await worker.load(tmp_path)
+    other = model_dir(tmp_path / "other", moe=name == "moe", seed=77)
+    await worker.rebuild(spec(other, kind, seed=77, optimizer=settings))
+    await worker.load(state)
     assert await three() == straight
     assert await weights_of(worker) == final
     assert len({loss for loss, _ in straight}) == 3
@@ -134,7 +137,7 @@ async def test_a_fresh_optimizer_forgets_the_old_one(worker: BackendProxy, folde
         assert await weights_of(worker) == first
         await worker.step(batch, lr=1e-3)
         moved = {name: np.array(values) for name, values in (await weights_of(worker)).items()}
-        start = initial_weights(read_shape(folders["dense"]), 5)
+        start = load_file(folders["dense"] / "model.safetensors")
         # The first Adam update of a fresh state moves a weight by lr * sign(gradient).
         change = np.abs(moved["model.layers.0.mlp.up_proj.weight"] - start["model.layers.0.mlp.up_proj.weight"])
         assert np.median(change) == pytest.approx(1e-3, rel=1e-2)
@@ -150,7 +153,7 @@ async def test_norm_weights_do_not_decay(worker: BackendProxy, folders: dict[str
         await worker.rebuild(spec(folders["dense"], kind, optimizer=OptimizerSettings(weight_decay=0.5)))
         await worker.step(idle, lr=0.1)
         moved = {name: np.array(values) for name, values in (await weights_of(worker)).items()}
-        start = initial_weights(read_shape(folders["dense"]), 5)
+        start = load_file(folders["dense"] / "model.safetensors")
         assert (moved["model.norm.weight"] == 1).all()
         name = "model.layers.1.self_attn.o_proj.weight"
         assert moved[name] == pytest.approx(start[name] * 0.95, rel=1e-5)
@@ -164,7 +167,7 @@ async def test_exported_directories_load_again_bit_for_bit(
         before = await weights_of(worker)
         await worker.export(tmp_path / name)
         await worker.export(tmp_path / name)  # replacing is as good as writing
-        await worker.rebuild(spec(tmp_path / name, "torch", init="load"))
+        await worker.rebuild(spec(tmp_path / name, "torch"))
         assert await weights_of(worker) == before
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
@@ -186,10 +189,12 @@ async def test_options_reach_megatron_by_name_and_unknown_ones_are_refused(
 
 
 async def test_a_directory_without_weights_is_refused_with_the_next_step(
-    worker: BackendProxy, folders: dict[str, Path], tmp_path: Path
+    worker: BackendProxy, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match='init = "random"'):
-        await worker.rebuild(spec(folders["dense"], "torch", init="load"))
+    bare = model_dir(tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="tollway new-model DIR"):
+        await worker.rebuild(spec(bare, "torch"))
     with pytest.raises(ConfigError, match=r"no .*config\.json"):
         await worker.rebuild(spec(tmp_path, "torch"))
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

@@ -54,8 +54,8 @@ class Setup:
 
     def __init__(self, tmp_path: Path, *, seed: int = 1) -> None:
         self.dir = tmp_path / "run"
-        folder = model_dir(tmp_path / "model")
-        self.spec = BackendSpec(kind="torch", model_dir=str(folder), init="random", seed=seed)
+        folder = model_dir(tmp_path / "model", seed=seed)
+        self.spec = BackendSpec(kind="torch", model_dir=str(folder), seed=seed)
         self.engine = RecordingEngine()
         self.source = PolicySource(self.engine, read_shape(folder), small_ids)
         self.backend = InProcessBackend(self.spec)

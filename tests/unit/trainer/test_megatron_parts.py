@@ -7,17 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from trainer_helpers import model_dir
 
 from tollway.trainer.backends.megatron.attention import SdpaAttention
 from tollway.trainer.backends.megatron.convert import to_hf, to_megatron
-from tollway.trainer.backends.shape import initial_weights, read_shape
+from tollway.trainer.backends.shape import read_shape
 
 
 @pytest.mark.parametrize("moe", [False, True])
 def test_names_and_layouts_survive_a_round_trip_exactly(tmp_path: Path, moe: bool) -> None:
     shape = read_shape(model_dir(tmp_path, moe=moe))
-    weights = {name: torch.from_numpy(array) for name, array in initial_weights(shape, 1).items()}
+    weights = load_file(tmp_path / "model.safetensors")
     back = dict(to_hf(to_megatron(weights, shape), shape))
     assert back.keys() == weights.keys()
     assert all(torch.equal(back[name], weights[name]) for name in weights)
@@ -25,7 +26,7 @@ def test_names_and_layouts_survive_a_round_trip_exactly(tmp_path: Path, moe: boo
 
 def test_query_rows_lie_beside_the_key_and_value_of_their_group(tmp_path: Path) -> None:
     shape = read_shape(model_dir(tmp_path))
-    weights = {name: torch.from_numpy(array) for name, array in initial_weights(shape, 1).items()}
+    weights = load_file(tmp_path / "model.safetensors")
     packed = to_megatron(weights, shape)["decoder.layers.0.self_attention.linear_qkv.weight"]
     head = shape.head_dim
     assert torch.equal(packed[: 2 * head], weights["model.layers.0.self_attn.q_proj.weight"][: 2 * head])

@@ -20,7 +20,7 @@ class Recording(InProcessBackend):
     """Also keeps the batches."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(BackendSpec(kind="torch", model_dir=str(model_dir(folder)), init="random"))
+        super().__init__(BackendSpec(kind="torch", model_dir=str(model_dir(folder))))
         self.batches: list[Batch] = []
         self.rates: list[float] = []
 

@@ -19,7 +19,7 @@ from tollway.trainer.backends.proxy import BackendProxy
 
 
 def spec(tmp_path: Path) -> BackendSpec:
-    return BackendSpec(kind="torch", model_dir=str(model_dir(tmp_path / "model")), init="random")
+    return BackendSpec(kind="torch", model_dir=str(model_dir(tmp_path / "model")))
 
 
 def gone(pid: int) -> bool:
@@ -103,7 +103,7 @@ def test_the_process_dies_with_a_controller_that_is_killed(tmp_path: Path) -> No
         "from tollway.trainer.backends.base import BackendSpec\n"
         "from tollway.trainer.backends.proxy import BackendProxy\n"
         "async def main():\n"
-        f"    spec = BackendSpec(kind='torch', model_dir={str(tmp_path / 'model')!r}, init='random')\n"
+        f"    spec = BackendSpec(kind='torch', model_dir={str(tmp_path / 'model')!r})\n"
         f"    async with BackendProxy(spec, log_path=Path({str(tmp_path / 'log')!r})) as backend:\n"
         "        print(backend.pid, flush=True)\n"
         "        await asyncio.sleep(60)\n"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-import json
 import pickle
 import types
 from collections.abc import Callable, Sequence
@@ -14,32 +13,25 @@ from pathlib import Path
 import numpy as np
 
 from tollway.errors import EngineRefused
+from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.ports import EpisodeSource, GroupRequest
 from tollway.records import Group, Rollout, Sampling, TokenSpan, Trajectory
 from tollway.trainer.batch import Batch, Row
 
-TINY = {
+TINY: dict[str, object] = {
     "vocab_size": 24,
     "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 8,
     "intermediate_size": 48,
     "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
 }
+EXPERTS = {"tie_word_embeddings": False, "num_experts": 4, "moe_intermediate_size": 16}
 
 
-def model_dir(folder: Path, *, moe: bool = False, **changes: object) -> Path:
-    """A model directory with a config.json and no weights."""
-    config: dict[str, object] = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, **TINY}
-    if moe:
-        config |= {"architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False, "num_experts": 4}
-        config |= {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config | changes))
+def model_dir(folder: Path, *, moe: bool = False, seed: int = 0, **changes: object) -> Path:
+    """A directory with a tiny random model."""
+    shape = ModelShape.model_validate(TINY | (EXPERTS if moe else {}) | changes)
+    write_fresh_model(folder, shape, seed=seed)
     return folder
 
 

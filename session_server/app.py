@@ -1,0 +1,113 @@
+"""The ASGI application: plain dispatch for the chat path, FastAPI for everything else.
+
+The chat path carries nearly all traffic and costs a fraction of a framework's route. Depends on
+``gateway``, ``routes`` and FastAPI.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import cast
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+import tollway
+from tollway.errors import BadRequest, NotFound, TollwayError
+from tollway.router.config import RouterConfig
+from tollway.session_server import auth
+from tollway.session_server.config import ServerConfig
+from tollway.session_server.gateway import Gateway
+from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, send_reply
+from tollway.session_server.routes import router
+
+__all__ = ["TollwayApp", "create_app"]
+
+logger = logging.getLogger(__name__)
+_CHAT = "/v1/chat/completions"
+_SESSIONS = "/sessions/"
+
+
+class TollwayApp:
+    """The application of one ``Gateway``; its lifespan starts and stops it."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self._rest = FastAPI(title="Tollway session server", version=tollway.__version__)
+        self._rest.state.gateway = gateway
+        self._rest.include_router(router)
+        self._rest.add_exception_handler(TollwayError, _render_error)
+        self._rest.add_exception_handler(HTTPException, _render_http_error)
+        self._rest.add_exception_handler(RequestValidationError, _render_validation_error)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry point."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+            return
+        path = cast(str, scope.get("path", ""))
+        if scope["type"] == "http" and path.endswith(_CHAT) and scope["method"] == "POST":
+            await self._chat(path, scope, receive, send)
+            return
+        await self._rest(scope, receive, send)
+
+    async def _chat(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = cast("Iterable[tuple[bytes, bytes]]", scope["headers"])
+        try:
+            token = auth.credential(headers)
+            if path == _CHAT:
+                session = await self.gateway.session_of_token(token)
+            else:
+                session_id = path[len(_SESSIONS) : -len(_CHAT)]
+                if not path.startswith(_SESSIONS) or "/" in session_id:
+                    raise NotFound(f"no route {path}")
+                session = await self.gateway.session_by_id(session_id, token)
+            await self.gateway.chat.handle(session, headers, receive, send)
+        except TollwayError as error:
+            await send_reply(send, error.status, error_body(error), error_headers(error))
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                try:
+                    await self.gateway.start()
+                except TollwayError as error:
+                    await send({"type": "lifespan.startup.failed", "message": str(error)})
+                    return
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                await self.gateway.stop()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+
+def create_app(
+    config: ServerConfig, router_config: RouterConfig, *, admin_key: str, engine_urls: list[str]
+) -> TollwayApp:
+    """The session server as an ASGI application.
+
+    >>> app = create_app(ServerConfig(), RouterConfig(), admin_key="secret", engine_urls=[])
+    """
+    return TollwayApp(Gateway(config, router_config, admin_key=admin_key, engine_urls=engine_urls))
+
+
+async def _render_error(request: Request, error: Exception) -> Response:
+    known = error if isinstance(error, TollwayError) else TollwayError(str(error))
+    headers = {name.decode(): value.decode() for name, value in error_headers(known)}
+    return Response(error_body(known), status_code=known.status, headers=headers)
+
+
+async def _render_http_error(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    known = NotFound(f"no route {request.method} {request.url.path}")
+    known.status = status
+    return Response(error_body(known), status_code=status, media_type="application/json")
+
+
+async def _render_validation_error(request: Request, error: Exception) -> Response:
+    problems = error.errors() if isinstance(error, RequestValidationError) else []
+    words = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems)
+    return await _render_error(request, BadRequest(words or "the request is not valid"))

@@ -1,0 +1,1 @@
+"""Model families: how messages become ids and sampled ids become messages. Start at ``base``."""

@@ -1,0 +1,100 @@
+"""One session server: its parts, started and stopped together.
+
+Builds family, journal, router, store and turns once and owns their life; routes and the chat API reach
+them through here. Chooses nothing else. Depends on everything below it in this package.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from tollway.router.config import RouterConfig
+from tollway.router.service import Router
+from tollway.session_server import auth
+from tollway.session_server.chat_api import ChatApi
+from tollway.session_server.config import ServerConfig
+from tollway.session_server.families.registry import load_family
+from tollway.session_server.journal import Journal
+from tollway.session_server.session import Session
+from tollway.session_server.store import SessionStore
+from tollway.session_server.turn import Turns
+
+__all__ = ["Gateway"]
+
+logger = logging.getLogger(__name__)
+
+
+class Gateway:
+    """The parts of one server process. ``start`` before use, ``stop`` after."""
+
+    router: Router
+    store: SessionStore
+    chat: ChatApi
+
+    def __init__(
+        self, config: ServerConfig, router_config: RouterConfig, *, admin_key: str, engine_urls: list[str]
+    ) -> None:
+        self.config = config
+        self.admin_key = admin_key
+        self.family = load_family(config.family, tokenizer=config.tokenizer, thinking=config.thinking)
+        self.journal = Journal(config.journal, max_bytes=config.journal_max_bytes)
+        self._router_config = router_config
+        self._engine_urls = engine_urls
+        self._sweeper: asyncio.Task[None] | None = None
+        self._started = False
+
+    async def start(self) -> None:
+        """Open the journal, start watching engines, take over open sessions. Idempotent.
+
+        Raises ``ConfigError`` (journal) and, when configured to wait for engines, ``NoEngine``.
+        """
+        if self._started:
+            return
+        self._started = True
+        await self.journal.open()
+        self.router = Router(self._router_config)
+        for url in self._engine_urls:
+            self.router.add_engine(url)
+        self.store = SessionStore(self.config, self.journal, self.router)
+        await self.store.start()
+        turns = Turns(self.config, self.family, self.router, self.journal)
+        self.chat = ChatApi(self.config, self.family, turns, self.journal)
+        self._sweeper = asyncio.get_running_loop().create_task(self.store.sweep(), name="session sweep")
+        if self.config.engine_wait_s > 0:
+            await self.router.wait_ready(self.config.engine_wait_s)
+
+    async def stop(self) -> None:
+        """Abort what runs, commit what is done, close everything. Idempotent."""
+        if not self._started:
+            return
+        self._started = False
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+            await self.store.stop()
+            await self.router.aclose()
+        await self.journal.aclose()
+
+    async def session_of_token(self, token: str | None) -> Session:
+        """The session that a token names and opens. Raises ``Unauthorized``, the same for every reason."""
+        named = auth.session_of(token) if token is not None else None
+        session = await self.store.get(named) if named is not None else None
+        if token is None or not auth.token_matches(token, session.token_hash if session is not None else None):
+            raise auth.refused()
+        if session is None:
+            raise auth.refused()
+        return session
+
+    async def session_by_id(self, session_id: str, token: str | None) -> Session:
+        """Session ``session_id`` for the holder of its token. A token as path segment opens it, too."""
+        if auth.session_of(session_id) is not None:
+            return await self.session_of_token(session_id)
+        session = await self.session_of_token(token)
+        if session.session_id != session_id:
+            raise auth.refused()
+        return session
+
+    def is_admin(self, token: str | None) -> bool:
+        """Whether this is the admin key."""
+        return auth.is_admin(token, self.admin_key)

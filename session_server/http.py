@@ -1,0 +1,96 @@
+"""Small pieces of plain ASGI: read a body, send an answer, render an error. Depends on ``errors``."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import cast
+
+import orjson
+
+from tollway.errors import BadRequest, CapacityExceeded, ContextLengthExceeded, TollwayError, VersionNotReady
+
+__all__ = [
+    "JSON",
+    "Headers",
+    "Receive",
+    "Scope",
+    "Send",
+    "error_body",
+    "error_headers",
+    "header",
+    "read_body",
+    "send_reply",
+]
+
+Scope = MutableMapping[str, object]
+Receive = Callable[[], Awaitable[MutableMapping[str, object]]]
+Send = Callable[[MutableMapping[str, object]], Awaitable[None]]
+Headers = tuple[tuple[bytes, bytes], ...]
+
+JSON: Headers = ((b"content-type", b"application/json"),)
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
+    """First value of a header; names are lower case in ASGI."""
+    for key, value in headers:
+        if key == name:
+            return value.decode("latin-1")
+    return None
+
+
+async def read_body(receive: Receive, limit: int) -> bytes | None:
+    """The whole request body; ``None`` when the client went away. Raises ``BadRequest`` over ``limit`` bytes."""
+    first = await receive()
+    if first["type"] == "http.disconnect":
+        return None
+    body = cast(bytes, first.get("body", b""))
+    if not first.get("more_body", False):
+        if len(body) > limit:
+            raise BadRequest(f"the body has {len(body)} bytes, at most {limit} are taken")
+        return body
+    parts, size = [body], len(body)
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part = cast(bytes, message.get("body", b""))
+        size += len(part)
+        if size > limit:
+            raise BadRequest(f"the body has more than {limit} bytes")
+        parts.append(part)
+        more = bool(message.get("more_body", False))
+    return b"".join(parts)
+
+
+async def send_reply(send: Send, status: int, body: bytes, headers: Headers = JSON) -> None:
+    """One complete answer."""
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def error_body(error: TollwayError) -> bytes:
+    """The error object that OpenAI-style clients read."""
+    inner: dict[str, object] = {
+        "message": str(error),
+        "type": _TYPES.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error"),
+        "code": error.code,
+        "param": error.param if isinstance(error, BadRequest) else None,
+        "retryable": error.retryable,
+    }
+    if isinstance(error, ContextLengthExceeded):
+        inner |= {"prompt_tokens": error.prompt_tokens, "limit": error.limit}
+    if isinstance(error, VersionNotReady):
+        inner |= {"wanted": error.wanted, "serving": error.serving}
+    return orjson.dumps({"error": inner})
+
+
+def error_headers(error: TollwayError) -> Headers:
+    """Content type, and ``Retry-After`` where a retry can help."""
+    if isinstance(error, CapacityExceeded):
+        return (*JSON, (b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+    if error.status == 401:
+        return (*JSON, (b"www-authenticate", b"Bearer"))
+    return JSON

@@ -1,0 +1,199 @@
+"""The journal: every committed turn and every session's state, in one SQLite file per server process.
+
+WAL with ``synchronous=FULL``: when ``write`` returns, the rows survive a crash of process and machine. One
+writer thread commits whatever waits in one transaction, so concurrent turns share one disk sync. A write
+is all or nothing. Knows rows and blobs, not conversations. Depends on sqlite3 and ``errors``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import sqlite3
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tollway.errors import ConfigError, JournalError
+
+__all__ = ["Journal", "Row", "Statement"]
+
+logger = logging.getLogger(__name__)
+
+Value = int | float | str | bytes | None
+Row = tuple[Value, ...]
+Statement = tuple[str, Row]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+  id TEXT PRIMARY KEY, token_hash BLOB NOT NULL, state TEXT NOT NULL, task_id TEXT NOT NULL, group_id TEXT NOT NULL,
+  created_at REAL NOT NULL, expires_at REAL NOT NULL, settings BLOB NOT NULL, outcome BLOB
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS turns (
+  session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, reason TEXT NOT NULL, digests BLOB NOT NULL,
+  suffix BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL, meta BLOB NOT NULL, messages BLOB NOT NULL,
+  routes BLOB, top_ids BLOB, top_logprobs BLOB, idempotency_key TEXT, reply BLOB, superseded INTEGER NOT NULL DEFAULT 0
+);
+CREATE UNIQUE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, number);
+"""
+_VERSION = 1
+_BATCH = 256
+
+
+@dataclass(slots=True)
+class _Job:
+    statements: Sequence[Statement]
+    done: asyncio.Future[None]
+
+
+class Journal:
+    """One journal file, opened by ``open`` and closed by ``aclose``."""
+
+    def __init__(self, path: Path, *, max_bytes: int | None = None) -> None:
+        self.path = path
+        self._max_bytes = max_bytes
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._reader: sqlite3.Connection | None = None
+        self._read_pool = ThreadPoolExecutor(1, thread_name_prefix="journal-read")
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def open(self) -> None:
+        """Open or create the file and start the writer. Raises ``ConfigError`` when it cannot be used."""
+        self._loop = asyncio.get_running_loop()
+        writer = await asyncio.to_thread(self._connect)
+        self._reader = await self._loop.run_in_executor(self._read_pool, self._connect_reader)
+        self._thread = threading.Thread(target=self._work, args=(writer,), name="journal-write", daemon=True)
+        self._thread.start()
+
+    async def aclose(self) -> None:
+        """Commit what waits, then close."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            await asyncio.to_thread(self._thread.join)
+            self._thread = None
+        if self._reader is not None:
+            await asyncio.get_running_loop().run_in_executor(self._read_pool, self._reader.close)
+            self._reader = None
+        self._read_pool.shutdown(wait=False)
+
+    def submit(self, *statements: Statement) -> asyncio.Future[None]:
+        """Queue one atomic write; the future ends when it is on disk, or with ``JournalError``."""
+        if self._loop is None or self._thread is None:
+            raise JournalError("the journal is closed")
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._jobs.put(_Job(statements, done))
+        return done
+
+    async def write(self, *statements: Statement) -> None:
+        """Write atomically and wait until it is on disk. Raises ``JournalError``."""
+        await self.submit(*statements)
+
+    async def read(self, sql: str, values: Row = ()) -> list[Row]:
+        """Rows of one query, off the event loop; sees every finished write."""
+        return await asyncio.get_running_loop().run_in_executor(self._read_pool, self._read, sql, values)
+
+    # -- threads -----------------------------------------------------------------------------------
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")
+            version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+            if version not in (0, _VERSION):
+                raise ConfigError(f"journal {self.path} has format {version}, this version reads {_VERSION}")
+            connection.executescript(_SCHEMA)
+            connection.execute(f"PRAGMA user_version={_VERSION}")
+            # One server per journal: a second one would hand out the same sessions.
+            connection.execute("PRAGMA locking_mode=NORMAL")
+            if self._max_bytes is not None:
+                page = int(connection.execute("PRAGMA page_size").fetchone()[0])
+                connection.execute(f"PRAGMA max_page_count={max(1, self._max_bytes // page)}")
+            return connection
+        except (sqlite3.Error, OSError) as error:
+            raise ConfigError(
+                f"cannot use journal {self.path}: {error}; set server.journal to a writable file"
+            ) from error
+
+    def _connect_reader(self) -> sqlite3.Connection:
+        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+
+    def _read(self, sql: str, values: Row) -> list[Row]:
+        if self._reader is None:
+            raise JournalError("the journal is closed")
+        try:
+            return list(self._reader.execute(sql, values))
+        except sqlite3.Error as error:
+            raise JournalError(f"cannot read journal {self.path}: {error}") from error
+
+    def _work(self, connection: sqlite3.Connection) -> None:
+        open_ = True
+        while open_:
+            first = self._jobs.get()
+            jobs: list[_Job] = []
+            while True:
+                if first is None:
+                    open_ = False
+                    break
+                jobs.append(first)
+                if len(jobs) >= _BATCH:
+                    break
+                try:
+                    first = self._jobs.get_nowait()
+                except queue.Empty:
+                    break
+            if jobs:
+                self._publish(self._commit(connection, jobs))
+        connection.close()
+
+    def _commit(self, connection: sqlite3.Connection, jobs: list[_Job]) -> list[tuple[_Job, JournalError | None]]:
+        error = _transaction(connection, jobs)
+        if error is None:
+            return [(job, None) for job in jobs]
+        if len(jobs) == 1:
+            logger.error("journal %s: %s", self.path, error)
+            return [(jobs[0], JournalError(f"the turn could not be written to the journal: {error}"))]
+        # One bad write must not take its neighbours with it.
+        return [result for job in jobs for result in self._commit(connection, [job])]
+
+    def _publish(self, results: list[tuple[_Job, JournalError | None]]) -> None:
+        loop = self._loop
+        if loop is None:
+            return
+        try:
+            loop.call_soon_threadsafe(_resolve, results)
+        except RuntimeError:
+            logger.warning("the event loop closed before %d journal writes were reported", len(results))
+
+
+def _transaction(connection: sqlite3.Connection, jobs: list[_Job]) -> Exception | None:
+    """Run the jobs in one transaction; on failure nothing of them is in the file."""
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+        for job in jobs:
+            for sql, values in job.statements:
+                connection.execute(sql, values)
+        connection.execute("COMMIT")
+        return None
+    except (sqlite3.Error, OSError) as error:
+        if connection.in_transaction:
+            try:
+                connection.execute("ROLLBACK")
+            except sqlite3.Error as second:
+                logger.error("rollback failed: %s", second)
+        return error
+
+
+def _resolve(results: list[tuple[_Job, JournalError | None]]) -> None:
+    for job, error in results:
+        if job.done.done():
+            continue
+        if error is None:
+            job.done.set_result(None)
+        else:
+            job.done.set_exception(error)

@@ -1,0 +1,333 @@
+"""Every route but the chat path: sessions, exports, rewards, engines, cache, health.
+
+Each route parses, calls one method and renders. Sessions answer to their token or to the admin key; the
+rest is for the admin key only, health and metrics are open on loopback. Depends on ``gateway``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal, TypeVar
+
+import orjson
+from fastapi import APIRouter, Depends, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tollway.errors import BadRequest, NotFound
+from tollway.session_server import auth
+from tollway.session_server.columns import pack_rows, rows_to_json
+from tollway.session_server.export import ExportFacts, export_rows
+from tollway.session_server.gateway import Gateway
+from tollway.session_server.http import header, read_body
+from tollway.session_server.session import Outcome, Session, Settings
+
+__all__ = ["router"]
+
+router = APIRouter()
+_M = TypeVar("_M", bound=BaseModel)
+_LOOPBACK = ("127.0.0.1", "::1", "localhost", "testclient")
+_INLINE_TOKENS = 4096
+"""Exports of more tokens are built off the event loop."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SamplingBody(_Body):
+    """Sampling of a session; set fields win over what a harness sends."""
+
+    temperature: float | None = Field(default=None, ge=0.0, le=100.0)
+    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
+    top_k: int | None = Field(default=None, ge=-1)
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+
+
+class CreateBody(_Body):
+    """``POST /sessions``; everything is optional."""
+
+    model: str = ""
+    task_id: str = ""
+    group_id: str = ""
+    ttl_s: float | None = Field(default=None, gt=0, le=31_536_000)
+    sampling: SamplingBody = SamplingBody()
+    min_version: int | None = Field(default=None, ge=0)
+    exact_version: int | None = Field(default=None, ge=0)
+    metadata: dict[str, str | int | float | bool | None] = {}
+
+
+class RewardBody(_Body):
+    """``POST /sessions/{id}/reward``"""
+
+    reward: float | None
+    error: str | None = None
+    details: dict[str, object] = {}
+
+
+class EngineBody(_Body):
+    """``POST /engines``"""
+
+    url: str
+
+
+class RefitBody(_Body):
+    """``POST /engines/{id}/refit``"""
+
+    version: int = Field(ge=0)
+    flushed: bool
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway behind this app."""
+    gateway = request.app.state.gateway
+    if not isinstance(gateway, Gateway):
+        raise TypeError("app.state.gateway is not set")
+    return gateway
+
+
+def token_of(request: Request) -> str | None:
+    """Credential of a request."""
+    return auth.credential(request.headers.raw)
+
+
+def admin(request: Request) -> Gateway:
+    """The gateway, for the admin key only."""
+    gateway = gateway_of(request)
+    if not gateway.is_admin(token_of(request)):
+        raise auth.refused()
+    return gateway
+
+
+def local(request: Request) -> Gateway:
+    """The gateway, for loopback or the admin key."""
+    gateway = gateway_of(request)
+    if request.client is not None and request.client.host not in _LOOPBACK and not gateway.is_admin(token_of(request)):
+        raise auth.refused()
+    return gateway
+
+
+async def either(request: Request, session_id: str) -> Session:
+    """The session, for its token or the admin key."""
+    gateway = gateway_of(request)
+    token = token_of(request)
+    if not gateway.is_admin(token):
+        return await gateway.session_by_id(session_id, token)
+    session = await gateway.store.get(session_id)
+    if session is None:
+        raise NotFound(f"no session {session_id}")
+    return session
+
+
+Admin = Annotated[Gateway, Depends(admin)]
+Local = Annotated[Gateway, Depends(local)]
+Owned = Annotated[Session, Depends(either)]
+
+
+# -- sessions ---------------------------------------------------------------------------------------
+
+
+@router.post("/sessions", status_code=201)
+async def create(request: Request, gateway: Admin) -> Response:
+    """Open a session; the token is shown once."""
+    body = await _body(request, gateway, CreateBody)
+    sampling = {
+        name: value for name, value in body.sampling.model_dump(exclude_unset=True).items() if value is not None
+    }
+    settings = Settings(
+        model=body.model,
+        sampling=sampling,
+        min_version=body.min_version,
+        exact_version=body.exact_version,
+        metadata=body.metadata,
+    )
+    session, token = await gateway.store.create(
+        settings, task_id=body.task_id, group_id=body.group_id, ttl_s=body.ttl_s
+    )
+    base = f"{_origin(request, gateway)}/sessions/{session.session_id}"
+    return _json(
+        {
+            "session_id": session.session_id,
+            "token": token,
+            "base_url": base,
+            "openai_base_url": f"{base}/v1",
+            "anthropic_base_url": base,
+            "expires_at": session.expires_at,
+        },
+        status=201,
+    )
+
+
+@router.get("/sessions/{session_id}")
+async def show(request: Request, session: Owned) -> Response:
+    """State, tree, counters and cache figures."""
+    cache = gateway_of(request).router.ledger.session(session.session_id)
+    return _json({**session.describe(), "cache": cache})
+
+
+@router.head("/sessions/{session_id}")
+async def exists(session: Owned) -> Response:
+    """What some harnesses send before their first call."""
+    return Response(status_code=200)
+
+
+@router.get("/sessions/{session_id}/trajectories")
+async def trajectories(session: Owned, format: Literal["safetensors", "json"] = "safetensors") -> Response:  # noqa: A002
+    """The export."""
+    outcome = session.outcome
+    facts = ExportFacts(session.session_id, outcome.reward if outcome else None, outcome.error if outcome else None)
+    leaves = list(session.forest.leaves())
+
+    def build() -> bytes:
+        rows = export_rows(leaves, facts)
+        return pack_rows(rows) if format == "safetensors" else rows_to_json(rows)
+
+    heavy = sum(leaf.length for leaf in leaves) > _INLINE_TOKENS
+    data = await asyncio.to_thread(build) if heavy else build()
+    kind = "application/octet-stream" if format == "safetensors" else "application/json"
+    return Response(data, media_type=kind)
+
+
+@router.post("/sessions/{session_id}/reward")
+async def reward(request: Request, session_id: str, gateway: Admin) -> Response:
+    """Record the outcome of the episode, once."""
+    body = await _body(request, gateway, RewardBody)
+    session = await either(request, session_id)
+    await gateway.store.reward(session, Outcome(reward=body.reward, error=body.error, details=body.details))
+    return _json({"session_id": session_id, "reward": body.reward, "error": body.error})
+
+
+@router.post("/sessions/{session_id}/close")
+async def close(request: Request, session: Owned) -> Response:
+    """End the session and keep its record."""
+    await gateway_of(request).store.close(session)
+    return _json({"session_id": session.session_id, "state": session.state})
+
+
+@router.delete("/sessions/{session_id}", status_code=204)
+async def delete(session_id: str, gateway: Admin) -> Response:
+    """Abort, forget, erase."""
+    await gateway.store.delete(session_id)
+    return Response(status_code=204)
+
+
+# -- models -----------------------------------------------------------------------------------------
+
+
+@router.get("/sessions/{session_id}/v1/models")
+async def session_models(request: Request, session: Owned) -> Response:
+    """The one model of a session."""
+    return _models(gateway_of(request))
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The same for harnesses that cannot set a path."""
+    gateway = gateway_of(request)
+    if not gateway.is_admin(token_of(request)):
+        await gateway.session_of_token(token_of(request))
+    return _models(gateway)
+
+
+# -- fleet ------------------------------------------------------------------------------------------
+
+
+@router.get("/engines")
+async def engines(gateway: Admin) -> Response:
+    """Engines with states and loads."""
+    return _json({"engines": gateway.router.engines()})
+
+
+@router.post("/engines", status_code=201)
+async def add_engine(request: Request, gateway: Admin) -> Response:
+    """Register an engine; it serves once its weight version is confirmed."""
+    body = await _body(request, gateway, EngineBody)
+    return _json(gateway.router.add_engine(body.url).describe(), status=201)
+
+
+@router.delete("/engines/{engine_id}", status_code=204)
+async def remove_engine(engine_id: str, gateway: Admin) -> Response:
+    """Forget an engine."""
+    await gateway.router.remove_engine(engine_id)
+    return Response(status_code=204)
+
+
+@router.post("/engines/{engine_id}/drain")
+async def drain_engine(engine_id: str, gateway: Admin) -> Response:
+    """Send it no new sessions."""
+    return _json(gateway.router.drain_engine(engine_id).describe())
+
+
+@router.post("/engines/{engine_id}/refit")
+async def refit(request: Request, engine_id: str, gateway: Admin) -> Response:
+    """New weights and, when flushed, an empty cache; called between flush and continue."""
+    body = await _body(request, gateway, RefitBody)
+    return _json(gateway.router.note_refit(engine_id, body.version, flushed=body.flushed).describe())
+
+
+@router.get("/cache")
+async def cache(gateway: Admin) -> Response:
+    """Hit rate, ceiling, efficiency, waste by cause; per engine and overall."""
+    return _json(gateway.router.ledger.summary())
+
+
+# -- health -----------------------------------------------------------------------------------------
+
+
+@router.get("/healthz")
+async def healthz(gateway: Local) -> Response:
+    """The process lives."""
+    return _json({"status": "ok", **gateway.store.summary()})
+
+
+@router.get("/readyz")
+async def readyz(gateway: Local) -> Response:
+    """Whether a turn can be served now."""
+    ready = gateway.router.ready
+    words = [f"{engine['url']} is {engine['state']}: {engine['last_error']}" for engine in gateway.router.engines()]
+    return _json({"ready": ready, "engines": words}, status=200 if ready else 503)
+
+
+@router.get("/metrics")
+async def prometheus(gateway: Local) -> Response:
+    """Prometheus text."""
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+# -- pieces -----------------------------------------------------------------------------------------
+
+
+async def _body(request: Request, gateway: Gateway, model: type[_M]) -> _M:
+    data = await read_body(request.receive, gateway.config.max_body_bytes)
+    try:
+        body = model.model_validate_json(data or b"{}")
+        orjson.dumps(body.model_dump())  # what cannot be written cannot be kept
+        return body
+    except TypeError as error:
+        raise BadRequest(f"the body cannot be kept: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadRequest(f"{where or 'body'}: {first['msg']}", param=where or None) from None
+
+
+def _json(value: object, *, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status_code=status, media_type="application/json")
+
+
+def _models(gateway: Gateway) -> Response:
+    model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "tollway"}
+    return _json({"object": "list", "data": [model]})
+
+
+def _origin(request: Request, gateway: Gateway) -> str:
+    """Where harnesses find this server: as configured, else as the caller found it."""
+    if gateway.config.public_url is not None:
+        return gateway.config.public_url.rstrip("/")
+    host = header(request.headers.raw, b"host") or ""
+    if not host or not all(c.isalnum() or c in ".-_:[]" for c in host):
+        raise BadRequest(f"host header {host!r} is no address", param="host")
+    return f"{request.url.scheme}://{host}"

@@ -1,0 +1,199 @@
+"""The life of sessions: create, find, reward, close, delete, expire, and come back after a restart.
+
+Every change is in the journal before it is answered. Open sessions live in memory; closed ones stay there
+for a while and are read from the journal afterwards. Depends on ``journal``, ``rows`` and the router (to
+release pins).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from tollway.errors import BadRequest, CapacityExceeded, Conflict, RequestAborted
+from tollway.router.service import Router
+from tollway.session_server import auth, metrics
+from tollway.session_server.config import ServerConfig
+from tollway.session_server.forest import Forest, Node
+from tollway.session_server.journal import Journal
+from tollway.session_server.rows import (
+    NODE_COLUMNS,
+    SESSION_COLUMNS,
+    node_from_row,
+    outcome_update,
+    session_from_row,
+    session_insert,
+)
+from tollway.session_server.session import Outcome, Session, Settings
+
+__all__ = ["SessionStore"]
+
+logger = logging.getLogger(__name__)
+_SWEEP_S = 5.0
+
+
+class SessionStore:
+    """All sessions of one server process."""
+
+    def __init__(self, config: ServerConfig, journal: Journal, router: Router) -> None:
+        self._config = config
+        self._journal = journal
+        self._router = router
+        self._open: dict[str, Session] = {}
+        self._closed: OrderedDict[str, Session] = OrderedDict()
+        self._loading: dict[str, asyncio.Task[Session | None]] = {}
+
+    @property
+    def open_sessions(self) -> int:
+        """Sessions that take calls."""
+        return len(self._open)
+
+    async def start(self) -> None:
+        """Take over the open sessions of the journal; their forests are read when they are asked for."""
+        rows = await self._journal.read(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state='open'")  # noqa: S608
+        for row in rows:
+            session = await self._load(str(row[0]))
+            if session is not None:
+                self._open[session.session_id] = session
+        if rows:
+            logger.info("%d open sessions taken over from %s", len(rows), self._journal.path)
+
+    async def sweep(self) -> None:
+        """Close sessions whose time is over, for ever."""
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            now = time.time()
+            for session in [each for each in self._open.values() if each.expires_at <= now]:
+                logger.info("session %s expired", session.session_id[:8])
+                await self.close(session, why="the session expired")
+
+    # -- life --------------------------------------------------------------------------------------
+
+    async def create(
+        self, settings: Settings, *, task_id: str, group_id: str, ttl_s: float | None
+    ) -> tuple[Session, str]:
+        """(session, token). The token is not kept. Raises ``CapacityExceeded``."""
+        if len(self._open) >= self._config.capacity:
+            raise CapacityExceeded(f"all {self._config.capacity} sessions are in use; close some", retry_after_s=1.0)
+        session_id, token = auth.new_session_secret()
+        now = time.time()
+        session = Session(
+            session_id=session_id,
+            token_hash=auth.token_hash(token),
+            task_id=task_id,
+            group_id=group_id,
+            created_at=now,
+            expires_at=now + (ttl_s if ttl_s is not None else self._config.ttl_s),
+            settings=settings,
+            forest=Forest(call_ids=self._config.match_tool_call_ids),
+        )
+        self._open[session_id] = session  # counted before the write, so that a burst cannot pass the cap
+        try:
+            await self._journal.write(session_insert(session))
+        except BaseException:
+            self._open.pop(session_id, None)
+            raise
+        metrics.SESSIONS.set(len(self._open))
+        return session, token
+
+    async def get(self, session_id: str) -> Session | None:
+        """A session by id, from memory or from the journal."""
+        session = self._open.get(session_id) or self._closed.get(session_id)
+        if session is not None:
+            return session
+        task = self._loading.get(session_id)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._load(session_id))
+            self._loading[session_id] = task
+            task.add_done_callback(lambda _: self._loading.pop(session_id, None))
+        session = await asyncio.shield(task)
+        if session is not None and session_id not in self._open:
+            self._remember(session)
+        return session
+
+    async def reward(self, session: Session, outcome: Outcome) -> None:
+        """Record the verdict once; the same one again is fine, another is ``Conflict``."""
+        if outcome.reward is not None and not math.isfinite(outcome.reward):
+            raise BadRequest(f"reward {outcome.reward} is not a number", param="reward")
+        if session.outcome is not None:
+            if (session.outcome.reward, session.outcome.error) != (outcome.reward, outcome.error):
+                raise Conflict(f"this session already has reward {session.outcome.reward}; it is recorded once")
+            return
+        session.outcome = outcome
+        try:
+            await self._journal.write(outcome_update(session.session_id, outcome))
+        except BaseException:
+            session.outcome = None
+            raise
+
+    async def close(self, session: Session, *, why: str = "the session was closed") -> None:
+        """End a session and keep its record. Idempotent."""
+        if session.state == "closed":
+            return
+        session.state = "closed"
+        await session.calls.cancel_all(RequestAborted(why))
+        self._open.pop(session.session_id, None)
+        self._remember(session)
+        self._router.table.release(session.session_id)
+        metrics.SESSIONS.set(len(self._open))
+        await self._journal.write(("UPDATE sessions SET state='closed' WHERE id=?", (session.session_id,)))
+
+    async def delete(self, session_id: str) -> None:
+        """Abort, forget and erase. Unknown ids are fine."""
+        session = self._open.pop(session_id, None) or self._closed.pop(session_id, None)
+        if session is not None:
+            session.state = "closed"
+            await session.calls.cancel_all(RequestAborted("the session was deleted"))
+        self._router.release_session(session_id)
+        metrics.SESSIONS.set(len(self._open))
+        await self._journal.write(
+            ("DELETE FROM turns WHERE session_id=?", (session_id,)), ("DELETE FROM sessions WHERE id=?", (session_id,))
+        )
+
+    async def stop(self) -> None:
+        """End every running call; what is committed stays."""
+        await asyncio.gather(
+            *(session.calls.cancel_all(RequestAborted("the server is stopping")) for session in self._open.values())
+        )
+
+    def summary(self) -> Mapping[str, object]:
+        """Counters for ``/healthz``."""
+        return {"open_sessions": len(self._open), "closed_in_memory": len(self._closed)}
+
+    # -- the journal -------------------------------------------------------------------------------
+
+    async def _load(self, session_id: str) -> Session | None:
+        rows = await self._journal.read(
+            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?",  # noqa: S608 - constants
+            (session_id,),
+        )
+        if not rows:
+            return None
+        session = session_from_row(rows[0], call_ids=self._config.match_tool_call_ids)
+        nodes: dict[int, Node] = {}
+        for row in await self._journal.read(
+            f"SELECT {NODE_COLUMNS} FROM turns WHERE session_id=? ORDER BY number",  # noqa: S608 - constants
+            (session_id,),
+        ):
+            node = node_from_row(row, nodes)
+            nodes[node.number] = node
+            session.forest.add(node)
+            session.next_number = node.number + 1
+        last = session.forest.last
+        if last is not None and session.state == "open":
+            longest = max(node.length for node in nodes.values())
+            self._router.restore_session(
+                session_id, last.record.engine_id, group=session.group_id, resident_tokens=longest
+            )
+        return session
+
+    def _remember(self, session: Session) -> None:
+        self._closed[session.session_id] = session
+        self._closed.move_to_end(session.session_id)
+        while len(self._closed) > self._config.keep_closed:
+            old, _ = self._closed.popitem(last=False)
+            self._router.ledger.forget(old)

@@ -1,0 +1,160 @@
+"""Matching and attachment as pure rules."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tollway.messages import Message, ToolCall, ToolSpec
+from tollway.records import Sampling, TurnRecord, VersionSpan
+from tollway.session_server.columns import pack_rows, unpack_rows
+from tollway.session_server.export import ExportFacts, export_rows
+from tollway.session_server.forest import Attachment, Forest, Node, common_prefix, path_ids
+from tollway.session_server.matching import canonical_arguments, message_key, tools_digest
+
+EMPTY = np.zeros(0, np.int32)
+
+
+def record(suffix: list[int], sampled: list[int]) -> TurnRecord:
+    return TurnRecord(
+        suffix_ids=np.array(suffix, np.int32), sampled_ids=np.array(sampled, np.int32),
+        logprobs=np.full(len(sampled), -1.0, np.float32), versions=(VersionSpan(0, 0, len(sampled)),),
+        finish_reason="stop", sampling=Sampling(), engine_id="e", prompt_tokens=1000, cached_tokens=None,
+        started_at=0.0, ended_at=1.0,
+    )  # fmt: skip
+
+
+def user(text: str) -> Message:
+    return Message(role="user", content=text)
+
+
+def grow(forest: Forest, attachment: Attachment, reply: Message, suffix: list[int], sampled: list[int]) -> Node:
+    end, bare = forest.end_digests(attachment.request_digest, reply)
+    node = Node(
+        number=len(forest), parent=attachment.parent, record=record(suffix, sampled), reason=attachment.reason,
+        request_digest=attachment.request_digest, end_digest=end, bare_digest=bare,
+        root_digest=attachment.root_digest, tools=attachment.tools,
+        length=(attachment.parent.length if attachment.parent else 0) + len(suffix) + len(sampled),
+    )  # fmt: skip
+    forest.add(node)
+    return node
+
+
+def test_an_undelivered_answer_is_superseded_by_the_next_and_stays_visible() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="a")
+    first = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    first.delivered = False
+    again = forest.attach([user("q")], ())
+    assert (again.reason, again.supersedes) == ("retry", first)
+    second = grow(forest, again, Message(role="assistant", content="b"), [1], [3])
+    first.superseded = True
+    third = forest.attach([user("q")], ())
+    assert (third.reason, third.supersedes) == ("sibling", None)
+    rows = export_rows(list(forest.leaves()), ExportFacts("s"))
+    assert [(row.leaf, row.trainable) for row in rows] == [(first.number, False), (second.number, True)]
+
+
+def test_a_superseded_leaf_does_not_take_a_shared_prefix_from_training() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="a")
+    grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    for sampled in ([4], [5]):
+        grow(
+            forest,
+            forest.attach([user("q"), said, user("r")], ()),
+            Message(role="assistant", content=str(sampled)),
+            [3],
+            sampled,
+        )
+    forest.nodes[1].superseded = True
+    rows = {row.leaf: row for row in export_rows(list(forest.leaves()), ExportFacts("s"))}
+    assert rows[1].loss_mask.tolist() == [0, 0, 0, 1]
+    assert rows[2].loss_mask.tolist() == [0, 1, 0, 1]
+
+
+def test_identical_replies_continue_the_one_without_children() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="same")
+    first = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    second = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    one = forest.attach([user("q"), said, user("r")], ())
+    assert one.parent is second
+    grow(forest, one, said, [3], [4])
+    assert forest.attach([user("q"), said, user("s")], ()).parent is first
+
+
+def test_a_request_that_ends_in_our_reply_continues_it() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="a")
+    node = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    again = forest.attach([user("q"), said], ())
+    assert (again.parent, list(again.new_messages)) == (node, [])
+
+
+def test_paths_are_the_sums_of_their_nodes() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="a")
+    grow(forest, forest.attach([user("q")], ()), said, [1, 2], [3])
+    node = grow(forest, forest.attach([user("q"), said, user("r")], ()), said, [4], [5, 6])
+    assert path_ids(node, np.array([7], np.int32)).tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert path_ids(None, EMPTY).tolist() == []
+    assert node.length == 6
+    assert [each.number for each in node.path()] == [0, 1]
+
+
+ids = st.lists(st.integers(0, 3), max_size=12)
+
+
+@given(ids, ids)
+def test_the_common_prefix_is_where_the_first_difference_is(a: list[int], b: list[int]) -> None:
+    expected = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values)
+def test_arguments_match_however_they_are_written(value: object) -> None:
+    import json
+
+    assert canonical_arguments(json.dumps(value)) == canonical_arguments(
+        json.dumps(value, indent=2, ensure_ascii=False)
+    )
+
+
+@given(st.text(max_size=30))
+def test_any_text_has_canonical_arguments(raw: str) -> None:
+    assert isinstance(canonical_arguments(raw), str)
+
+
+def test_numbers_of_different_kinds_differ() -> None:
+    forms = ['{"a":1}', '{"a":1.0}', '{"a":true}', '{"a":"1"}', '{"a":null}', "{}", '{"a":1,"a":1}', "[" * 100_000]
+    assert len({canonical_arguments(raw) for raw in forms}) == len(forms)
+
+
+def test_field_borders_count() -> None:
+    one = message_key(Message(role="user", content="ab", name="c"))
+    two = message_key(Message(role="user", content="a", name="bc"))
+    assert one != two
+    calls = [
+        Message(role="assistant", tool_calls=(ToolCall("a", "bc", "{}"),)),
+        Message(role="assistant", tool_calls=(ToolCall("ab", "c", "{}"),)),
+    ]
+    assert message_key(calls[0]) != message_key(calls[1])
+
+
+def test_tool_lists_differ_in_order_text_and_strictness() -> None:
+    a, b = ToolSpec(name="a"), ToolSpec(name="b")
+    lists = [(), (a,), (a, b), (b, a), (ToolSpec(name="a", strict=True), b), (ToolSpec(name="a", description="x"), b)]
+    assert len({tools_digest(tools) for tools in lists}) == len(lists)
+
+
+def test_no_rows_survive_the_trip() -> None:
+    assert unpack_rows(pack_rows(())) == ()

@@ -54,6 +54,11 @@ def remedy(message: str) -> str:
             continue
         if value == forbidding:
             return f"{message}; user namespaces are switched off here ({path} is {value}): run `{command}` as root"
+    if "Can't find source path" in message and "Permission denied" in message:
+        return (
+            f"{message}; sandboxes run under uids of their own, which must be able to reach their workspaces: "
+            "set sandbox.local.root to a directory all of whose parents others may enter (mode o+x)"
+        )
     if "Unknown option" in message:
         return f"{message}; this bwrap is too old, {INSTALL}"
     return (

@@ -64,9 +64,9 @@ def bare(model_path: str, rounds: int) -> None:
     for _ in range(rounds):
         sys.stdin.readline()
         cpu, wall = time.process_time(), time.perf_counter()
-        for _ in range(3):
+        for _ in range(6):
             _bare_round(forward, batch, decoder.spec.vocab_size)
-        used = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall, "tokens": 3 * IN_FLIGHT * NEW}
+        used = {"cpu_s": time.process_time() - cpu, "wall_s": time.perf_counter() - wall, "tokens": 6 * IN_FLIGHT * NEW}
         print(json.dumps(used), flush=True)
 
 
@@ -122,7 +122,7 @@ async def load(url: str, rounds: int) -> None:
         for _ in range(rounds):
             await asyncio.get_running_loop().run_in_executor(None, sys.stdin.readline)
             wall = time.perf_counter()
-            tokens = sum(await asyncio.gather(*[worker(http, 4) for _ in range(IN_FLIGHT)]))
+            tokens = sum(await asyncio.gather(*[worker(http, 8) for _ in range(IN_FLIGHT)]))
             print(json.dumps({"tokens": tokens, "wall_s": time.perf_counter() - wall}), flush=True)
 
 
@@ -209,7 +209,7 @@ def _summary(pairs: list[tuple[dict[str, float], dict[str, float]]]) -> dict[str
 def main() -> None:
     """Parse flags; the flags that start helpers are for this script itself."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quiet", action="store_true")
     parser.add_argument("--bare", help=argparse.SUPPRESS)
     parser.add_argument("--load", help=argparse.SUPPRESS)

@@ -29,7 +29,6 @@ class BackendSpec:
 
     kind: Literal["megatron", "torch"]
     model_dir: str
-    init: Literal["load", "random"] = "load"
     seed: int = 0
     micro_batch_tokens: int = 2048
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)

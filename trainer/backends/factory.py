@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tollway.errors import ConfigError
 from tollway.trainer.backends.base import BackendSpec, TrainBackend
-from tollway.trainer.backends.shape import ModelShape, check_names, initial_weights, read_shape
+from tollway.trainer.backends.shape import ModelShape, check_names, read_shape
 
 __all__ = ["build", "starting_weights"]
 
@@ -22,7 +22,7 @@ def build(spec: BackendSpec) -> TrainBackend:
     """Raises ``ConfigError`` for a model directory or option that cannot be used."""
     model_dir = Path(spec.model_dir)
     shape = read_shape(model_dir)
-    weights = starting_weights(spec, shape)
+    weights = starting_weights(model_dir, shape)
     torch.manual_seed(spec.seed)
     if spec.kind == "torch":
         from tollway.trainer.backends.torch_backend import TorchBackend
@@ -45,15 +45,13 @@ def build(spec: BackendSpec) -> TrainBackend:
     return made
 
 
-def starting_weights(spec: BackendSpec, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Weights of the model directory, or drawn from the seed, under Hugging Face names in fp32."""
-    if spec.init == "random":
-        return {name: torch.from_numpy(array) for name, array in initial_weights(shape, spec.seed).items()}
-    files = sorted(Path(spec.model_dir).glob("*.safetensors"))
+def starting_weights(model_dir: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Weights of the model directory under Hugging Face names in fp32."""
+    files = sorted(model_dir.glob("*.safetensors"))
     if not files:
         raise ConfigError(
-            f"no *.safetensors in {spec.model_dir}: name a directory with weights, "
-            'or set trainer.init = "random" to start from none'
+            f"no *.safetensors in {model_dir}: name a directory with weights, "
+            "or write one with random weights: tollway new-model DIR"
         )
     weights: dict[str, torch.Tensor] = {}
     for path in files:

@@ -1,24 +1,20 @@
 """Shape of a Qwen3-like decoder, read from a Hugging Face ``config.json``, and its tensors by name.
 
-Refuses architectures that the backends do not build. Random starting weights are drawn here, per tensor
-and from numpy, so that every backend starts from the same numbers. Depends on numpy only.
+Refuses architectures that the backends do not build, and weights that are not those of the shape. Imports
+no torch.
 """
 
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from tollway.errors import ConfigError
 
-__all__ = ["ModelShape", "check_names", "initial_weights", "read_shape", "tensor_shapes"]
+__all__ = ["ModelShape", "check_names", "read_shape", "tensor_shapes"]
 
 _ARCHITECTURES = {"Qwen3ForCausalLM": False, "Qwen3MoeForCausalLM": True}
 
@@ -43,7 +39,6 @@ class ModelShape:
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     tie_word_embeddings: bool = False
-    initializer_range: float = 0.02
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -98,18 +93,6 @@ def tensor_shapes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.norm.weight", (hidden,)
     if not shape.tie_word_embeddings:
         yield "lm_head.weight", (shape.vocab_size, hidden)
-
-
-def initial_weights(shape: ModelShape, seed: int) -> dict[str, NDArray[np.float32]]:
-    """Normal(0, initializer_range) matrices and unit norms; one generator per tensor name and seed."""
-    weights: dict[str, NDArray[np.float32]] = {}
-    for name, size in tensor_shapes(shape):
-        if len(size) == 1:
-            weights[name] = np.ones(size, dtype=np.float32)
-        else:
-            draws = np.random.default_rng([seed, zlib.crc32(name.encode())])
-            weights[name] = draws.standard_normal(size, dtype=np.float32) * np.float32(shape.initializer_range)
-    return weights
 
 
 def check_names(weights: Mapping[str, _Shaped], shape: ModelShape) -> None:

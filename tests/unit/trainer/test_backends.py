@@ -188,9 +188,7 @@ async def test_options_reach_megatron_by_name_and_unknown_ones_are_refused(
         await worker.rebuild(spec(folders["dense"], "torch", options={"layernorm_epsilon": 0.5}))
 
 
-async def test_a_directory_without_weights_is_refused_with_the_next_step(
-    worker: BackendProxy, tmp_path: Path
-) -> None:
+async def test_a_directory_without_weights_is_refused_with_the_next_step(worker: BackendProxy, tmp_path: Path) -> None:
     bare = model_dir(tmp_path / "bare")
     (bare / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="tollway new-model DIR"):

@@ -1,0 +1,56 @@
+"""The ``[engine]`` section. Owns its defaults and bounds; imports pydantic only, never torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tollway.config import Section
+
+__all__ = ["EngineConfig"]
+
+
+class EngineConfig(Section):
+    """Which engine serves the policy, and how the embedded one is sized.
+
+    >>> EngineConfig(model_path="runs/demo/model").port
+    0
+    """
+
+    kind: Literal["embedded", "sglang", "external"] = "embedded"
+    """``embedded``: this package, on the CPU. ``sglang``: a stock server that we start. ``external``: ``urls``."""
+    model_path: Path | None = None
+    """Model directory in Hugging Face layout (config.json, *.safetensors, optionally tokenizer.json)."""
+    urls: tuple[str, ...] = ()
+    """Engines that somebody else runs; only with kind ``external``."""
+    sglang: dict[str, str | int | float | bool] = Field(default_factory=dict)
+    """Launch options of ``sglang serve``, passed through as they are."""
+    host: str = "127.0.0.1"
+    """Address to listen on. Weight updates reach this port: keep it on loopback or a private network."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """0 takes a free port; the ready line names it."""
+    context_length: int | None = Field(default=None, ge=2)
+    """Longest prompt plus output in tokens; ``None``: ``max_position_embeddings`` of the model."""
+    max_running_requests: int = Field(default=64, ge=1, le=1024)
+    """Requests that decode together; others wait."""
+    max_total_tokens: int = Field(default=131_072, ge=16)
+    """Tokens whose keys and values are kept, running requests and prefix cache together."""
+    prefix_cache: bool = True
+    """Reuse keys and values of common prefixes."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type that weights and keys/values are held and computed in; ``auto``: what config.json says."""
+    skip_tokenizer_init: bool = False
+    """Token ids only: replies carry no ``text``, string stops are refused."""
+    stream_interval: int = Field(default=1, ge=1)
+    """Tokens between two events of a stream."""
+    incremental_streaming: bool = False
+    """Events of a stream carry only what is new, as with a stock server's ``--incremental-streaming-output``."""
+    weight_version: str = Field(default="0", coerce_numbers_to_str=True)
+    """Version that replies report until an update stamps another. A stock server starts with "default", which
+    the router refuses: it cannot be compared."""
+    seed: int = Field(default=0, ge=0)
+    """Base of the random numbers of requests that bring no ``sampling_seed``."""
+    threads: int = Field(default=1, ge=1)
+    """Compute threads. More than one is slower for small models, far slower on a loaded machine."""

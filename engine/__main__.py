@@ -9,7 +9,7 @@ import argparse
 import sys
 
 from tollway import telemetry
-from tollway.config import load
+from tollway.config import load, merge_overrides
 from tollway.engine.config import EngineConfig
 from tollway.engine.server import run
 from tollway.errors import ConfigError, TollwayError
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     telemetry.configure(component="engine")
     given: dict[str, object] = {"model_path": arguments.model_path, "host": arguments.host, "port": arguments.port}
     tree = {key: value for key, value in given.items() if value is not None}
-    tree |= dict(override.partition("=")[::2] for override in arguments.set)
+    tree = merge_overrides(tree, arguments.set)
     try:
         run(load(EngineConfig, tree, source="the command line"))
     except ConfigError as error:

@@ -19,14 +19,11 @@ class EngineConfig(Section):
     0
     """
 
-    kind: Literal["embedded", "sglang", "external"] = "embedded"
-    """``embedded``: this package, on the CPU. ``sglang``: a stock server that we start. ``external``: ``urls``."""
+    kind: Literal["embedded"] = "embedded"
+    """What ``tollway train`` starts: this package's engine, on the CPU. Servers that somebody else runs go behind
+    ``tollway serve --engine URL``."""
     model_path: Path | None = None
     """Model directory in Hugging Face layout (config.json, *.safetensors, optionally tokenizer.json)."""
-    urls: tuple[str, ...] = ()
-    """Engines that somebody else runs; only with kind ``external``."""
-    sglang: dict[str, str | int | float | bool] = Field(default_factory=dict)
-    """Launch options of ``sglang serve``, passed through as they are."""
     host: str = "127.0.0.1"
     """Address to listen on. Weight updates reach this port: keep it on loopback or a private network."""
     port: int = Field(default=0, ge=0, le=65535)

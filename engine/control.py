@@ -256,7 +256,7 @@ async def _server_info(service: EngineService, call: Call) -> Reply:
     g, config = service.generation, service.config
     return Reply.json(
         {
-            **config.model_dump(mode="json", exclude={"sglang", "urls"}),
+            **config.model_dump(mode="json"),
             "model_path": str(service.updates.model_path),
             "context_length": service.intake.context_length,
             "max_total_num_tokens": g.max_tokens,

@@ -26,10 +26,11 @@ __all__ = ["generate"]
 async def generate(service: EngineService, call: Call) -> Reply | None:
     """Handle one call of ``/generate``."""
     body, requests, as_list = service.intake.parse(call.json())
-    if body.stream:
-        await _stream(service, call, body, requests)
-        return None
-    results = await _run(service, call, requests)
+    with service.claimed([request.rid for request in requests]):
+        if body.stream:
+            await _stream(service, call, body, requests)
+            return None
+        results = await _run(service, call, requests)
     if results is None:
         return None
     for result in results:

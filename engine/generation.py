@@ -167,7 +167,7 @@ class Generation:
             group.append(_Admission(request, matched, start))
             prefixes.add(prefix)
             widest, planned = wide, planned + need
-            if alone or len(group) == room:
+            if alone or len(group) == room or widest * (len(group) + 1) > PREFILL_TOKENS:
                 break
         for admission in group:
             self.waiting.remove(admission.request)

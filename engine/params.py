@@ -5,7 +5,9 @@ Owns validation only; how tokens are drawn is ``sampler``'s. Depends on pydantic
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -14,31 +16,36 @@ from tollway.errors import BadRequest
 
 __all__ = ["SamplingParams", "explain"]
 
+_MOST = 2**31 - 1
+"""Largest count or id: what the batch's tables cannot hold would end the engine's thread, not the request."""
+_MOST_BIAS = 1e30
+"""Far beyond every logit, and float32 still holds it divided by the lowest temperature."""
 _UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
 
 
 class SamplingParams(BaseModel):
-    """How one request samples; unknown keys are ignored, as a stock server does."""
+    """How one request samples; unknown keys are refused, as a stock server does."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     max_new_tokens: int | None = Field(default=128, ge=0)
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     """0 is greedy. Log-probabilities are those of the temperature-scaled distribution, as in SGLang."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=_MOST)
     """-1 keeps the whole vocabulary."""
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    min_new_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=_MOST)]] | None = None
+    min_new_tokens: int = Field(default=0, ge=0, le=_MOST)
     n: int = Field(default=1, ge=1, le=256)
     ignore_eos: bool = False
     """As in SGLang this ignores ``stop_token_ids`` too."""
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     sampling_seed: int | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-_MOST_BIAS, le=_MOST_BIAS)]] | None = None
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
@@ -51,7 +58,7 @@ class SamplingParams(BaseModel):
             if raw.get(name) is not None:
                 raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine", param=name)
         try:
-            params = cls.model_validate(raw)
+            params = cls.model_validate({name: value for name, value in raw.items() if name not in _UNSUPPORTED})
         except ValidationError as error:
             raise BadRequest(explain(error, "sampling_params.")) from None
         params._check(vocab_size, codec)
@@ -88,7 +95,7 @@ class SamplingParams(BaseModel):
                 param="min_new_tokens",
             )
         for token in self.logit_bias or {}:
-            if not token.isdigit() or int(token) >= vocab_size:
+            if not re.fullmatch("[0-9]{1,9}", token) or int(token) >= vocab_size:
                 raise BadRequest(f"logit_bias names {token!r}; want token ids below {vocab_size}", param="logit_bias")
 
 

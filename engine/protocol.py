@@ -1,6 +1,6 @@
 """The body of ``/generate``: types, ranges and limits; from JSON to ``Request``.
 
-Wrong types are 400, unknown keys are ignored, what this engine cannot do is refused by name. Depends on
+Wrong types are 400, unknown keys of the body are ignored, what this engine cannot do is refused by name. Depends on
 ``params``, ``request`` and ``text``.
 """
 

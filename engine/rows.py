@@ -18,6 +18,10 @@ from tollway.engine.spec import ModelSpec
 
 __all__ = ["Rows", "Segment"]
 
+_SKEW = 8
+"""Positions added to a row's length: rows a power of two apart fall into the same cache sets, and attention over
+a batch of them was 20 % slower."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -73,7 +77,9 @@ class Rows:
         if rows <= self.count and length <= self.length:
             return
         count = min(_grown(rows, self.count, 8), self._max_rows)
-        size = min(_grown(length, self.length, 128), max(self._max_length, length))
+        size = self.length
+        if length > size:
+            size = min(_grown(length, size, 128), max(self._max_length, length)) + _SKEW
         # Rows that are not in use are not copied: that would make their untouched pages resident.
         old, old_kv = (min(self.count, rows), self.length), self._kv
         ids, logprobs, routes = self.ids, self.logprobs, self.routes

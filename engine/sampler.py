@@ -107,4 +107,4 @@ def _forbid_stops(logits: Tensor, batch: Batch, first: int, end: int) -> None:
     """Stop ids cannot be drawn before min_new_tokens."""
     for i in np.flatnonzero(batch.counts[first:end] < batch.min_new[first:end]):
         stops = batch.stops[first + i]
-        logits[i, stops[stops >= 0]] = float("-inf")
+        logits[i, stops[(stops >= 0) & (stops < logits.shape[1])]] = float("-inf")

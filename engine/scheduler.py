@@ -12,8 +12,9 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,12 +29,35 @@ _T = TypeVar("_T")
 _Outbox = list[tuple[Callable[[Progress], None] | Callable[[Result], None], Progress]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """Something to do between two steps, and where its outcome goes."""
+
+    command: Callable[[Generation], object]
+    done: Future[Any]
+
+    def run(self, generation: Generation) -> None:
+        if not self.done.set_running_or_notify_cancel():
+            return
+        try:
+            self.done.set_result(self.command(generation))
+        except Exception as error:  # boundary: the error belongs to the caller, not to the engine's thread
+            self.done.set_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        if self.done.set_running_or_notify_cancel():
+            self.done.set_exception(error)
+
+
 class Scheduler:
     """Runs one ``Generation`` on a thread of its own."""
 
     def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop, on_crash: Callable[[], None]) -> None:
         self._generation, self._loop, self._on_crash = generation, loop, on_crash
-        self._inbox: SimpleQueue[Request | Callable[[], None] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[Request | _Command | None] = SimpleQueue()
+        self._gate = threading.Lock()
+        self._over = False
+        """Set under the gate when nothing reads the inbox any more."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.crash: BaseException | None = None
 
@@ -48,28 +72,19 @@ class Scheduler:
 
     def submit(self, request: Request) -> None:
         """Queue a request; its callbacks run on the loop."""
-        self._check()
-        self._inbox.put(request)
+        self._put(request)
 
     async def call(self, command: Callable[[Generation], _T]) -> _T:
         """Run ``command`` between two steps and return or raise what it does."""
-        self._check()
         done: Future[_T] = Future()
-
-        def run() -> None:
-            if not done.set_running_or_notify_cancel():
-                return
-            try:
-                done.set_result(command(self._generation))
-            except Exception as error:  # boundary: the error belongs to the caller, not to this thread
-                done.set_exception(error)
-
-        self._inbox.put(run)
+        self._put(_Command(command, done))
         return await asyncio.wrap_future(done)
 
-    def _check(self) -> None:
-        if self.crash is not None or not self._thread.is_alive():
-            raise ComponentLost(f"the engine's thread is gone: {self.crash!r}")
+    def _put(self, item: Request | _Command) -> None:
+        with self._gate:
+            if self._over:
+                raise ComponentLost(f"the engine's thread is gone: {self.crash!r}")
+            self._inbox.put(item)
 
     def _run(self) -> None:
         try:
@@ -93,7 +108,7 @@ class Scheduler:
                 if isinstance(item, Request):
                     generation.submit(item)
                 else:
-                    item()
+                    item.run(generation)
                 busy = True
                 self._flush_outbox()
             busy = generation.step()
@@ -106,9 +121,14 @@ class Scheduler:
 
     def _end_all(self, message: str, status: int) -> None:
         generation = self._generation
+        with self._gate:
+            self._over = True
         while not self._inbox.empty():
-            if isinstance(item := self._inbox.get(), Request):
+            item = self._inbox.get()
+            if isinstance(item, Request):
                 generation.submit(item)
+            elif item is not None:
+                item.fail(ComponentLost(message))
         generation.abort(None, message, status)
         self._flush_outbox()
 

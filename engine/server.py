@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from tollway.engine.control import routes
 from tollway.engine.http import Application
 from tollway.engine.service import EngineService
 from tollway.errors import ComponentLost, ConfigError
+from tollway.serving import announce, listen
 
 __all__ = ["API_KEY_VARIABLE", "run"]
 
@@ -44,7 +44,7 @@ def run(config: EngineConfig) -> None:
     if config.kind != "embedded":
         raise ConfigError(f"engine.kind is {config.kind!r}; this process runs the embedded engine only")
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
-    listener = _listen(config.host, config.port)
+    listener = listen(config.host, config.port, key="engine.port")
     with listener, asyncio.Runner(loop_factory=_new_loop) as runner:
         runner.run(_serve(config, listener))
 
@@ -72,7 +72,7 @@ async def _serve(config: EngineConfig, listener: socket.socket) -> None:
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(server.serve(sockets=[listener]))
         await _first(serving, tasks.create_task(server.listening.wait()))
-        _announce(config.host, listener)
+        announce(listener)
         await _first(serving, tasks.create_task(stop.wait()), tasks.create_task(crashed.wait()))
         logger.info("stopping")
         # Open requests must end before the server waits for their connections.
@@ -106,32 +106,9 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Bind before the model loads, so that a taken port is known at once."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; choose another engine.port (0 takes a free one)"
-        ) from error
-    return listener
-
-
 def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:  # not on every platform
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
-
-
-def _announce(host: str, listener: socket.socket) -> None:
-    shown = f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{listener.getsockname()[1]}"
-    sys.stdout.write(json.dumps({"event": "ready", "url": url, "pid": os.getpid()}) + "\n")
-    sys.stdout.flush()

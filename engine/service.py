@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -49,6 +50,8 @@ class EngineService:
     memory: Memory
     groups: BroadcastGroups
     started_at: float
+    _rids: set[str] = field(default_factory=set)
+    """Request ids of calls that have not ended."""
 
     @classmethod
     def build(cls, config: EngineConfig, loop: asyncio.AbstractEventLoop, on_crash: asyncio.Event) -> EngineService:
@@ -122,6 +125,18 @@ class EngineService:
             await self.abort(request.rid, "health check timed out")
             return False
         return result.finish.status is None
+
+    @contextmanager
+    def claimed(self, rids: Sequence[str]) -> Iterator[None]:
+        """Hold request ids for one call: two requests under one id could not be aborted apart."""
+        taken = next((rid for at, rid in enumerate(rids) if rid in self._rids or rid in rids[:at]), None)
+        if taken is not None:
+            raise BadRequest(f"Duplicate request ID detected: {taken}", param="rid")
+        self._rids.update(rids)
+        try:
+            yield
+        finally:
+            self._rids.difference_update(rids)
 
     def submit(self, request: Request) -> None:
         """Queue a request."""

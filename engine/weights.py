@@ -1,8 +1,7 @@
 """Checkpoints in and out: Hugging Face names, safetensors, config.json.
 
 Owns the agreement between a directory and a ``Decoder``: every tensor is checked by name and shape before any
-is copied, and an error names the tensor. Also makes randomly initialised model directories. Must not know
-requests or HTTP. Depends on ``model`` and ``spec``.
+is copied, and an error names the tensor. Must not know requests or HTTP. Depends on ``model`` and ``spec``.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ __all__ = [
     "WeightMismatch",
     "check_shapes",
     "copy_tensors",
-    "create_model_directory",
     "load_decoder",
     "load_directory",
     "save_decoder",
@@ -110,26 +108,6 @@ def save_decoder(decoder: Decoder, directory: Path, config: Mapping[str, object]
     tensors = {name: tensor.contiguous().clone() for name, tensor in decoder.named_tensors().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(dict(config), indent=2) + "\n", encoding="utf-8")
-
-
-def create_model_directory(directory: Path, config: Mapping[str, object], *, seed: int = 0, std: float = 0.02) -> None:
-    """Write a randomly initialised model: matrices from N(0, std), norm weights 1.
-
-    >>> import tempfile
-    >>> tiny = dict(architectures=["Qwen3ForCausalLM"], vocab_size=16, hidden_size=8, num_hidden_layers=1,
-    ...             num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=8)
-    >>> with tempfile.TemporaryDirectory() as directory:
-    ...     create_model_directory(Path(directory), tiny)
-    ...     sorted(path.name for path in Path(directory).iterdir())
-    ['config.json', 'model.safetensors']
-    """
-    spec = ModelSpec.from_config(config)
-    decoder = Decoder(spec, getattr(torch, spec.dtype), 1)
-    generator = torch.Generator().manual_seed(seed)
-    for tensor in decoder.named_tensors().values():
-        if tensor.dim() > 1:
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * std)
-    save_decoder(decoder, directory, config)
 
 
 def _weight_files(directory: Path) -> list[Path]:

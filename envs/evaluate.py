@@ -27,7 +27,7 @@ class Evaluation:
     reward: float | None
     """Mean reward; ``None`` without a single graded episode."""
     interval: tuple[float, float]
-    """95 % Wilson interval of the mean, for rewards in [0, 1]."""
+    """95 % interval of the mean: Wilson's for rewards in [0, 1], else the mean and 1.96 standard errors."""
     turns: float
     facts: dict[str, float] = field(default_factory=dict)
     """Means of the environment's numbers, each over the episodes that report it."""
@@ -73,10 +73,22 @@ def summarise(rollouts: Sequence[Rollout]) -> Evaluation:
         episodes=len(graded),
         errors=len(rollouts) - len(graded),
         reward=mean,
-        interval=wilson(mean, len(graded)) if mean is not None else (0.0, 1.0),
+        interval=_interval(rewards),
         turns=sum(rollout.turns for rollout in graded) / len(graded) if graded else 0.0,
         facts={key: sum(each) / len(each) for key, each in sorted(values.items())},
     )
+
+
+def _interval(rewards: Sequence[float]) -> tuple[float, float]:
+    """95 % interval of the mean of ``rewards``; (0, 1) without any."""
+    if not rewards:
+        return 0.0, 1.0
+    mean = sum(rewards) / len(rewards)
+    if all(0.0 <= reward <= 1.0 for reward in rewards):
+        return wilson(mean, len(rewards))
+    spread = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / max(1, len(rewards) - 1))
+    half = 1.96 * spread / math.sqrt(len(rewards))
+    return mean - half, mean + half
 
 
 def wilson(mean: float, count: int, z: float = 1.96) -> tuple[float, float]:

@@ -28,9 +28,8 @@ def continue_call(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateCa
             return None
         sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done)
     ids = np.concatenate([call.input_ids, *(piece.output_ids for piece in pieces)]).astype(np.int32, copy=False)
-    start = max(0, int(ids.size) - 1) if done else call.routed_experts_start
     rid = f"{call.rid}-{len(pieces)}"
-    return replace(call, rid=rid, input_ids=ids, sampling=sampling, routed_experts_start=start)
+    return replace(call, rid=rid, input_ids=ids, sampling=sampling, routed_experts_start=_routed_until(call, pieces))
 
 
 def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateReply:
@@ -63,9 +62,14 @@ def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateRe
     )
 
 
+def _routed_until(call: GenerateCall, pieces: list[GenerateReply]) -> int:
+    """Position up to which the routes of ``call`` are known; a piece that waited when it was aborted has none."""
+    known = [piece.routed_experts for piece in pieces if piece.routed_experts is not None]
+    return known[-1].start + known[-1].ids.shape[0] if known else call.routed_experts_start
+
+
 def _merge_routes(pieces: list[GenerateReply]) -> RoutedExperts | None:
-    parts = [piece.routed_experts for piece in pieces]
-    known = [part for part in parts if part is not None]
+    known = [piece.routed_experts for piece in pieces if piece.routed_experts is not None]
     if not known:
         return None
     at = known[0].start

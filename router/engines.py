@@ -235,7 +235,7 @@ class EngineClient:
             raise self._lost(error) from error
         if status != 200:
             raise self._control_error("/metrics", status, data)
-        pattern = rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})? ([0-9.eE+-]+)\s*$"
+        pattern = rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})? ([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*$"
         found = re.findall(pattern, data, flags=re.MULTILINE)
         return sum(float(value) for value in found) if found else None
 
@@ -347,6 +347,8 @@ class EngineClient:
         task.add_done_callback(self._aborts.discard)
 
     async def _abort_quietly(self, rid: str) -> None:
+        if self._http.closed:
+            return  # the engine was lost or removed, and the end of its connections ends its requests
         try:
             await self.abort(rid)
         except TollwayError as error:
@@ -446,7 +448,7 @@ def _error_text(body: bytes) -> str:
 
 
 def _limit_in(text: str) -> int:
-    numbers = [int(number) for number in re.findall(r"\d+", text)]
+    numbers = [int(number) for number in re.findall(r"(?<!\d)\d{1,9}(?!\d)", text)]
     return numbers[-1] if numbers else 0
 
 

@@ -127,8 +127,8 @@ class Fleet:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         engine.health.exited("removed")
-        self._on_change(engine)
         del self.engines[engine_id]
+        self.changed(engine)
         await engine.client.aclose()
         await engine.http.close()
 

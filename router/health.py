@@ -1,6 +1,6 @@
 """Whether an engine may take traffic: its states, and the rules that move it between them.
 
-joining -> synced(version) -> serving -> draining -> paused -> lost. Dead is not slow: a refused connection
+joining -> synced(version) -> serving -> draining -> lost. Dead is not slow: a refused connection
 is death at once, failed probes count only while no token arrives, and the engine's 4xx never counts. An
 engine that comes back is a new incarnation and waits for its weight version. Pure rules, no I/O, no clock.
 """
@@ -25,8 +25,6 @@ class EngineState(StrEnum):
     SERVING = "serving"
     DRAINING = "draining"
     """Finishes what it has, takes no new session."""
-    PAUSED = "paused"
-    """Alive and silent on purpose: probes and silence do not count."""
     LOST = "lost"
 
 
@@ -46,7 +44,7 @@ class EngineHealth:
     @property
     def takes_calls(self) -> bool:
         """Whether sessions that live here may call."""
-        return self.state in (EngineState.SERVING, EngineState.DRAINING, EngineState.PAUSED)
+        return self.state in (EngineState.SERVING, EngineState.DRAINING)
 
     def progress(self, now: float) -> None:
         """A token or a whole reply arrived: the engine lives, whatever probes say."""
@@ -67,12 +65,12 @@ class EngineHealth:
 
     def serve(self) -> None:
         """Open the engine for traffic."""
-        if self.state in (EngineState.SYNCED, EngineState.PAUSED, EngineState.DRAINING):
+        if self.state in (EngineState.SYNCED, EngineState.DRAINING):
             self.state = EngineState.SERVING
 
     def drain(self) -> None:
         """Take no new session."""
-        if self.state in (EngineState.SYNCED, EngineState.SERVING, EngineState.PAUSED):
+        if self.state in (EngineState.SYNCED, EngineState.SERVING):
             self.state = EngineState.DRAINING
 
     def exited(self, reason: str) -> None:
@@ -90,7 +88,7 @@ class EngineHealth:
         if isinstance(error, EngineLost) and error.refused and self.state is not EngineState.JOINING:
             self.exited(str(error))
             return True
-        if self.state in (EngineState.PAUSED, EngineState.JOINING):
+        if self.state is EngineState.JOINING:
             return False
         if now - self.last_progress <= self.busy_window_s and isinstance(error, EngineLost) and error.timed_out:
             return False  # busy, and tokens still flow

@@ -39,9 +39,7 @@ def choose_engine(loads: Iterable[EngineLoad], *, tokens: int, group_engine: str
     candidates = list(loads)
     if not candidates:
         return None
-    roomy = [
-        load for load in candidates if load.budget_tokens is None or load.resident_tokens + tokens <= load.budget_tokens
-    ]
+    roomy = [load for load in candidates if _fits(load, tokens)]
     if group_engine is not None and any(load.engine_id == group_engine for load in roomy):
         return group_engine
     best = min(roomy or candidates, key=lambda load: (load.resident_tokens, load.sessions, load.last_chosen))

@@ -3,7 +3,7 @@
 A child says on its first line of stdout that it accepts requests: ``{"event": "ready", "url": ...}``; all
 else it has to say goes to its log file. It gets a process group of its own, so a Ctrl-C in the terminal
 reaches only the process that owns it, and it must end with its owner (``die_with_parent``). Owns no
-policy: what a death means is for the caller. Depends on ``errors`` only.
+policy: what a death means is for the caller. Depends on ``serving``.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
-import json
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
 
 from tollway.errors import ComponentLost
+from tollway.serving import read_ready
 
 __all__ = ["PARENT_VARIABLE", "ServerProcess", "die_with_parent"]
 
@@ -135,11 +135,8 @@ class ServerProcess:
             await self._process.wait()
             raise self.lost()
         try:
-            event = json.loads(line)
-            if event["event"] != "ready":
-                raise KeyError("event")
-            self.url = str(event["url"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.url = read_ready(line)
+        except ValueError as error:
             raise ComponentLost(
                 f"{self.name} said {line[:200]!r} on stdout instead of its ready line; see {self.log}"
             ) from error

@@ -13,7 +13,7 @@ from tollway.router.placement import EngineLoad, choose_engine
 __all__ = ["MoveReason", "Pin", "RoutingTable"]
 
 MoveReason = str
-"""Why a session left its engine: ``engine_lost``, ``drain``."""
+"""Why a session left its engine; ``engine_lost`` so far, removed ones included."""
 
 
 @dataclass(slots=True)

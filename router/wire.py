@@ -25,6 +25,9 @@ __all__ = ["GenerateCall", "GenerateDelta", "GenerateReply", "Json", "encode_cal
 Json = Mapping[str, object]
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_ONLY_INT = frozenset({int})
+_NUMBER = frozenset({int, float, type(None)})
+"""JSON has no NaN: an engine that has one sends null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +141,13 @@ def parse_reply(call: GenerateCall, reply: Json, *, route_shape: tuple[int, int]
     completion = int_of(meta, "completion_tokens")
     if completion != sampled:
         raise UpstreamError(f"engine says {completion} completion tokens and sent {sampled} output ids")
-    prompt_tokens = int_of(meta, "prompt_tokens")
+    finish, matched = _finish(meta)
+    # A stock server leaves the facts of the prefill out when the request waited as it was aborted.
+    waited = finish == "abort" and "prompt_tokens" not in meta
+    prompt_tokens = int(call.input_ids.size) if waited else int_of(meta, "prompt_tokens")
     if prompt_tokens != call.input_ids.size:
         raise UpstreamError(f"engine counted {prompt_tokens} prompt tokens, {call.input_ids.size} ids were sent")
     logprobs = logprobs_of(meta, output_ids)
-    finish, matched = _finish(meta)
     cached = meta.get("cached_tokens")
     if cached is not None and (not isinstance(cached, int) or not 0 <= cached <= prompt_tokens):
         raise UpstreamError(f"engine reports {cached!r} cached of {prompt_tokens} prompt tokens")
@@ -155,7 +160,7 @@ def parse_reply(call: GenerateCall, reply: Json, *, route_shape: tuple[int, int]
         versions=_versions(meta, sampled),
         prompt_tokens=prompt_tokens,
         cached_tokens=cached,
-        routed_experts=_routes(call, meta, sampled, route_shape) if call.return_routed_experts else None,
+        routed_experts=_routes(call, meta, sampled, route_shape) if call.return_routed_experts and not waited else None,
         top_logprobs=_top(meta, sampled, call.top_logprobs) if call.top_logprobs else None,
         text=text if isinstance(text, str) else None,
     )
@@ -174,13 +179,12 @@ def ids_of(reply: Json) -> Ids:
     raw = reply.get("output_ids")
     if not isinstance(raw, list):
         raise UpstreamError(f"engine reply has no output_ids list but {type(raw).__name__}")
-    try:
-        wide = np.array(raw, dtype=np.int64) if raw else np.zeros(0, np.int64)
-    except (TypeError, ValueError, OverflowError):
-        raise UpstreamError(f"engine sent {len(raw)} output ids that are not all integers") from None
-    if wide.ndim != 1 or (wide.size and (wide.min() < 0 or wide.max() > 2**31 - 1)):
-        raise UpstreamError(f"engine sent output ids outside int32 or of shape {wide.shape}")
-    return wide.astype(np.int32)
+    # numpy would cut 7.9 to 7 and read "7" and true, and the record would not be what was sent.
+    if not _ONLY_INT.issuperset(map(type, raw)):
+        raise UpstreamError(f"engine sent {len(raw)} output ids that are not all integers")
+    if raw and not 0 <= min(raw) <= max(raw) <= 2**31 - 1:
+        raise UpstreamError(f"engine sent output ids outside int32: {min(raw)} to {max(raw)}")
+    return np.array(raw, dtype=np.int32)
 
 
 def logprobs_of(meta: Json, ids: Ids) -> NDArray[np.float32]:
@@ -193,8 +197,10 @@ def logprobs_of(meta: Json, ids: Ids) -> NDArray[np.float32]:
         found = len(entries) if isinstance(entries, list) else type(entries).__name__
         raise UpstreamError(f"engine sent {found} output logprobs for {count} output ids")
     try:
-        values = np.array([entry[0] for entry in entries], dtype=np.float32)
-        named = np.array([entry[1] for entry in entries], dtype=np.int64)
+        numbers, tokens = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        if not (_NUMBER.issuperset(map(type, numbers)) and _ONLY_INT.issuperset(map(type, tokens))):
+            raise TypeError
+        values, named = np.array(numbers, dtype=np.float32), np.array(tokens, dtype=np.int64)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         raise UpstreamError(f"engine sent {count} output logprobs that are not [number, id, text]") from None
     if not np.isfinite(values).all():
@@ -216,7 +222,7 @@ def int_of(meta: Json, key: str) -> int:
 def _finish(meta: Json) -> tuple[FinishReason, int | str | None]:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
-    if not isinstance(reason, dict) or kind not in _FINISH:
+    if not isinstance(reason, dict) or not isinstance(kind, str) or kind not in _FINISH:
         raise UpstreamError(f"engine ended with finish_reason {reason!r}, want stop, length or abort")
     matched = reason.get("matched")
     if isinstance(matched, list):
@@ -238,7 +244,10 @@ def _versions(meta: Json, sampled: int) -> tuple[VersionSpan, ...]:
     at = 0
     try:
         for span in spans:
-            version = VersionSpan(parse_version(str(span["version"])), span["start"], span["end"])
+            start, end = span["start"], span["end"]
+            if not _ONLY_INT.issuperset((type(start), type(end))):
+                raise TypeError
+            version = VersionSpan(parse_version(str(span["version"])), start, end)
             if version.start == version.end:
                 continue
             if version.start != at:

@@ -29,6 +29,7 @@ from tollway.sandboxes.config import SandboxConfig
 __all__ = [
     "CAPABILITIES",
     "CapabilityMissing",
+    "Command",
     "ExecResult",
     "Sandbox",
     "SandboxInfo",
@@ -106,18 +107,36 @@ class ExecResult:
     """CPU seconds of the command and the sandbox around it; ``None`` when the provider cannot say."""
 
 
-def _check_command(argv: Sequence[str], cwd: str, env: Mapping[str, str], timeout_s: float) -> None:
-    """Refuse here what no machine could run: it is the caller's text, not infrastructure, that is wrong."""
-    if not argv or not timeout_s > 0:
-        raise BadRequest("a command needs a program and a timeout above 0")
-    if any(not name or "=" in name for name in env):
-        raise BadRequest("names of environment variables are not empty and hold no '='", param="env")
-    try:
-        text = "".join((*argv, cwd, *env, *env.values())).encode()
-    except UnicodeEncodeError as error:
-        raise BadRequest(f"a command is UTF-8 text: {error}") from error
-    if b"\0" in text:
-        raise BadRequest("a command holds no NUL bytes; pass them by stdin")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """What a provider is to run, as ``Sandbox.exec`` passes it on.
+
+    Refuses what no machine could run: it is the caller's text, not infrastructure, that is wrong.
+    """
+
+    argv: Sequence[str]
+    cwd: str
+    """Relative to the workspace, or absolute inside the sandbox."""
+    env: Mapping[str, str]
+    """On top of the spec's."""
+    stdin: bytes
+    timeout_s: float
+    max_output: int
+    """Bytes to keep of each stream."""
+    user: str | None
+    """Only for providers with the capability ``user``."""
+
+    def __post_init__(self) -> None:
+        if not self.argv or not self.timeout_s > 0:
+            raise BadRequest("a command needs a program and a timeout above 0")
+        if any(not name or "=" in name for name in self.env):
+            raise BadRequest("names of environment variables are not empty and hold no '='", param="env")
+        try:
+            text = "".join((*self.argv, self.cwd, *self.env, *self.env.values())).encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"a command is UTF-8 text: {error}") from error
+        if b"\0" in text:
+            raise BadRequest("a command holds no NUL bytes; pass them by stdin")
 
 
 class Sandbox(ABC):
@@ -156,15 +175,19 @@ class Sandbox(ABC):
         self._check_alive()
         if user is not None and "user" not in self._provider.caps:
             raise CapabilityMissing(f"{self._provider.name} cannot choose the user of a command")
-        argv = ["/bin/sh", "-c", cmd] if isinstance(cmd, str) else list(cmd)
-        _check_command(argv, cwd, env or {}, timeout_s)
         cap = self._provider.config.max_output_bytes
-        cap = cap if max_output is None else min(cap, max_output)
+        command = Command(
+            argv=["/bin/sh", "-c", cmd] if isinstance(cmd, str) else list(cmd),
+            cwd=cwd,
+            env=dict(env or {}),
+            stdin=stdin,
+            timeout_s=timeout_s,
+            max_output=cap if max_output is None else min(cap, max_output),
+            user=user,
+        )
         async with self._provider.running_slot:
             self._check_alive()
-            return await self._exec(
-                argv, cwd=cwd, env=dict(env or {}), stdin=stdin, timeout_s=timeout_s, max_output=cap, user=user
-            )
+            return await self._exec(command)
 
     async def read(self, path: str, *, max_bytes: int = 1 << 20) -> bytes:
         """Contents of a regular file in the workspace, never through a link out of it.
@@ -228,17 +251,7 @@ class Sandbox(ABC):
             self._provider.forget(self)
 
     @abstractmethod
-    async def _exec(
-        self,
-        argv: list[str],
-        *,
-        cwd: str,
-        env: dict[str, str],
-        stdin: bytes,
-        timeout_s: float,
-        max_output: int,
-        user: str | None,
-    ) -> ExecResult: ...
+    async def _exec(self, command: Command) -> ExecResult: ...
 
     @abstractmethod
     async def _read(self, path: str, max_bytes: int) -> bytes: ...

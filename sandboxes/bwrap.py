@@ -52,12 +52,14 @@ def base_options(
         options += ["--ro-bind", str(path), str(path)]
     options += [
         *("--proc", "/proc", "--dev", "/dev"),
+        # bwrap's /dev is a tmpfs as large as half of the host's memory.
+        *("--size", str(tmp_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),  # noqa: S108 - the sandbox's own
         *("--size", str(tmp_bytes), "--tmpfs", "/tmp"),  # noqa: S108 - the sandbox's own
         *("--bind", workspace, WORKSPACE),
         # Last: the root is a tmpfs of bwrap's that would otherwise take files.
         *("--remount-ro", "/"),
     ]
-    variables = {"PATH": INSIDE_PATH, "HOME": WORKSPACE, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **(env or {})}  # noqa: S108
+    variables = {"PATH": INSIDE_PATH, "HOME": WORKSPACE, "LANG": "C.UTF-8", "TMPDIR": "/tmp", **(env or {})}  # noqa: S108 - inside
     for key, value in variables.items():
         options += ["--setenv", key, value]
     return tuple(options)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from tollway.errors import BadRequest
-from tollway.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from tollway.sandboxes.base import Command, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from tollway.sandboxes.config import SandboxConfig
 from tollway.sandboxes.workspace import parts_of
 
@@ -94,24 +94,14 @@ class FakeSandbox(Sandbox):
         self.links: set[tuple[str, ...]] = set()
         self._running: set[asyncio.Task[int]] = set()
 
-    async def _exec(
-        self,
-        argv: list[str],
-        *,
-        cwd: str,
-        env: dict[str, str],
-        stdin: bytes,
-        timeout_s: float,
-        max_output: int,
-        user: str | None,
-    ) -> ExecResult:
+    async def _exec(self, command: Command) -> ExecResult:
         self._fake.faults.strike("exec")
-        inside = () if cwd in (".", "/workspace") else parts_of(cwd)
-        process = Process(self, argv, inside, {**self.spec.env, **env}, stdin)
+        inside = () if command.cwd in (".", "/workspace") else parts_of(command.cwd)
+        process = Process(self, command.argv, inside, {**self.spec.env, **command.env}, command.stdin)
         work = asyncio.create_task(run_program(process))
         self._running.add(work)
         try:
-            done, _ = await asyncio.wait([work], timeout=timeout_s)
+            done, _ = await asyncio.wait([work], timeout=command.timeout_s)
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -119,10 +109,10 @@ class FakeSandbox(Sandbox):
         self._check_alive()
         return ExecResult(
             exit_code=work.result() if done else None,
-            stdout=bytes(process.stdout[:max_output]),
-            stderr=bytes(process.stderr[:max_output]),
+            stdout=bytes(process.stdout[: command.max_output]),
+            stderr=bytes(process.stderr[: command.max_output]),
             timed_out=not done,
-            truncated=max(len(process.stdout), len(process.stderr)) > max_output,
+            truncated=max(len(process.stdout), len(process.stderr)) > command.max_output,
         )
 
     async def _read(self, path: str, max_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ every sandboxed process with it. Depends on ``launcher_process`` only by its fil
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import socket
@@ -112,8 +113,9 @@ class Launcher:
             return _result(*await asyncio.shield(answer))
         except asyncio.CancelledError:
             if not answer.done() and self.alive:
-                await self._send({"op": "kill", "id": number})
-                await asyncio.wait([answer], timeout=_STOP_S)
+                with contextlib.suppress(SandboxError):  # it has just died: the cancellation is still one
+                    await self._send({"op": "kill", "id": number})
+                    await asyncio.wait([answer], timeout=_STOP_S)
             raise
         finally:
             self._waiting.pop(number, None)

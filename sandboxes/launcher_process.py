@@ -6,6 +6,9 @@ subreaper of everything that it starts: a command counts as ended only when the 
 namespace has been reaped, that is, when nothing of it is left. When the owner's end of the socket closes,
 whatever the reason, everything is killed and the process ends. It must not import tollway.
 
+There are two of it, parent and child: the child is the launcher, the parent guards it. When either of them
+dies, the other kills every sandboxed process that is left.
+
 Frames on the socket, both ways: two little-endian uint32 (length of head, length of body), the head as JSON,
 the body as bytes. ``{"op": "exec", ...}`` with the bwrap options and stdin as body is answered by one frame
 with stdout and stderr as body; ``{"op": "kill", "id": n}`` ends a command early.
@@ -90,8 +93,8 @@ class Command:
 class Launcher:
     """Event loop over the owner's socket, the commands' pipes and SIGCHLD."""
 
-    def __init__(self, owner: socket.socket, bwrap: str) -> None:
-        self.owner, self.bwrap = owner, bwrap
+    def __init__(self, owner: socket.socket, bwrap: str, guardian: int) -> None:
+        self.owner, self.bwrap, self.guardian = owner, bwrap, guardian
         self.selector = selectors.DefaultSelector()
         self.commands: dict[int, Command] = {}
         self.by_pid: dict[int, Command] = {}
@@ -100,13 +103,14 @@ class Launcher:
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         owner.setblocking(False)
         self.selector.register(owner, selectors.EVENT_READ)
+        self.selector.register(guardian, selectors.EVENT_READ)
         self.wake, wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self.selector.register(self.wake, selectors.EVENT_READ)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
     def run(self) -> None:
-        """Serve until the owner is gone, then leave nothing behind."""
+        """Serve until the owner or the guardian is gone, then leave nothing behind."""
         while True:
             for key, events in self.selector.select(self._next_wait()):
                 if key.fileobj is self.owner:
@@ -115,6 +119,11 @@ class Launcher:
                     if events & selectors.EVENT_READ and not self._receive():
                         self._shut_down()
                         return
+                elif key.fd == self.guardian:
+                    # No answers: that the commands were killed is our end, not that of their sandboxes.
+                    self.owner.shutdown(socket.SHUT_RDWR)
+                    self._shut_down()
+                    return
                 elif key.fd == self.wake:
                     _drain(self.wake)
                     self._reap()
@@ -189,25 +198,32 @@ class Launcher:
     def _start(self, command: Command, head: Head, body: bytes) -> None:
         split = int(str(head["options"]))
         options = b"--json-status-fd\0%d\0" % STATUS_FD + body[:split]
-        opened: list[int] = []
+        ours: list[int] = []
+        theirs: list[int] = []
         try:
             args_fd = _memory_file(options)
-            opened.append(args_fd)
+            theirs.append(args_fd)
             stdin_fd = self.null
             if split < len(body):
                 stdin_fd = _memory_file(body[split:])
-                opened.append(stdin_fd)
-            out_r, out_w = os.pipe2(os.O_CLOEXEC)
-            err_r, err_w = os.pipe2(os.O_CLOEXEC)
-            status_r, status_w = os.pipe2(os.O_CLOEXEC)
-            opened += [out_w, err_w, status_w]
+                theirs.append(stdin_fd)
+            for _ in ("stdout", "stderr", "status"):
+                reader, writer = os.pipe2(os.O_CLOEXEC)
+                ours.append(reader)
+                theirs.append(writer)
+            out_w, err_w, status_w = theirs[-3:]
             command.outer = os.fork()
             if command.outer == 0:
                 self._become_bwrap(head, (stdin_fd, out_w, err_w, args_fd, status_w))
-        finally:
-            for fd in opened:
+        except OSError:
+            for fd in ours:
                 os.close(fd)
-        for fd in (out_r, err_r, status_r):
+            raise
+        finally:
+            for fd in theirs:
+                os.close(fd)
+        out_r, err_r, status_r = ours
+        for fd in ours:
             os.set_blocking(fd, False)
         command.status_fd = status_r
         for fd in (out_r, err_r):
@@ -399,10 +415,50 @@ def main() -> None:
     os.set_inheritable(owner.fileno(), False)
     os.umask(0o022)
     os.chdir("/")
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
     gc.freeze()
-    Launcher(owner, sys.argv[2]).run()
+    ours, guardians = os.pipe2(os.O_CLOEXEC)  # nothing is ever written: it ends with the guardian
+    _become_subreaper()
+    launcher = os.fork()
+    if launcher == 0:
+        os.close(guardians)
+        _become_subreaper()  # fork does not pass it on
+        Launcher(owner, sys.argv[2], ours).run()
+        return
+    owner.close()
+    os.close(ours)
+    _guard(launcher)
+
+
+def _become_subreaper() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _guard(launcher: int) -> None:
+    """Wait for the launcher to end, then kill what it left: all of it is our child from that moment on.
+
+    bwrap's own --die-with-parent does not reach a sandbox whose parent dies while it is being set up.
+    """
+    os.waitpid(launcher, 0)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            for pid in _children():
+                _signal(pid)
+            # The death of one may bring the next: its children become ours before it can be reaped.
+            os.waitpid(-1, 0)
+
+
+def _children() -> list[int]:
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                parent = file.read().rpartition(b")")[2].split()[1]
+        except OSError:
+            continue  # it ended meanwhile
+        if int(parent) == os.getpid():
+            found.append(int(name))
+    return found
 
 
 if __name__ == "__main__":

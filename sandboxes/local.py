@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from tollway.errors import BadImage, BadRequest, SandboxUnavailable
-from tollway.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from tollway.sandboxes.base import Command, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from tollway.sandboxes.bwrap import WORKSPACE, base_options, command_options, encode
 from tollway.sandboxes.config import SandboxConfig
 from tollway.sandboxes.launcher import CommandCall, Launcher
@@ -156,31 +156,21 @@ class LocalSandbox(Sandbox):
         """The workspace on the host. Never follow paths below it: use ``read``."""
         return Path(self._workspace)
 
-    async def _exec(
-        self,
-        argv: list[str],
-        *,
-        cwd: str,
-        env: dict[str, str],
-        stdin: bytes,
-        timeout_s: float,
-        max_output: int,
-        user: str | None,
-    ) -> ExecResult:
+    async def _exec(self, command: Command) -> ExecResult:
         settings = self._local.config.local
-        inside = cwd if cwd.startswith("/") else f"{WORKSPACE}/{cwd}"
+        inside = command.cwd if command.cwd.startswith("/") else f"{WORKSPACE}/{command.cwd}"
         call = CommandCall(
-            options=self._options + encode(command_options(inside, env)),
-            argv=argv,
-            stdin=stdin,
-            timeout_s=timeout_s,
-            max_output=max_output,
+            options=self._options + encode(command_options(inside, command.env)),
+            argv=command.argv,
+            stdin=command.stdin,
+            timeout_s=command.timeout_s,
+            max_output=command.max_output,
             rlimits=rlimits(
                 mem_mb=self.spec.mem_mb,
                 pids=self._local.process_limit(self.spec.pids),
                 file_mb=settings.file_mb,
                 open_files=settings.open_files,
-                cpu_s=timeout_s,
+                cpu_s=command.timeout_s,
             ),
             uid=self._uid,
         )

@@ -21,20 +21,7 @@ import time
 from pathlib import Path
 
 IN_FLIGHT, PROMPT, NEW = 64, 100, 64
-CONFIG: dict[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 384,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-    "max_position_embeddings": 512,
-}
+SHAPE: dict[str, object] = {"vocab_size": 512, "num_hidden_layers": 4, "tie_word_embeddings": False}
 
 
 def pin(core: int) -> None:
@@ -152,10 +139,10 @@ def _cpu_s(pid: int) -> float:
 
 def measure(rounds: int, verbose: bool) -> dict[str, float]:
     """Alternate bare and HTTP rounds; medians."""
-    from tollway.engine.weights import create_model_directory
+    from tollway.fresh_model import ModelShape, write_fresh_model
 
     with tempfile.TemporaryDirectory() as scratch:
-        create_model_directory(Path(scratch), CONFIG, std=0.1)
+        write_fresh_model(Path(scratch), ModelShape.model_validate(SHAPE), seed=0, std=0.1)
         here = os.path.abspath(__file__)
         engine = _start(sys.executable, "-m", "tollway.engine", "--model-path", scratch)
         processes = [engine]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from tollway.errors import BadRequest, RequestAborted, TollwayError
 
-__all__ = ["Call", "CallBook"]
+__all__ = ["Call", "CallBook", "other_body"]
 
 _REMEMBERED = 8
 """Finished calls per session whose bytes wait for a retry."""
@@ -101,7 +101,7 @@ class CallBook:
         if key is not None:
             call = self._by_key.get(key)
             if call is not None and call.digest != digest:
-                raise BadRequest("this idempotency key was used with a different body", param="idempotency-key")
+                raise other_body()
             return call
         return self._by_body.get(digest) if retry else None
 
@@ -153,3 +153,8 @@ class CallBook:
                 if not book[oldest].finished:  # type: ignore[index]  # the key is of this very book
                     break
                 book.popitem(last=False)
+
+
+def other_body() -> BadRequest:
+    """The error for a key that comes back with another body."""
+    return BadRequest("this idempotency key was used with a different body", param="idempotency-key")

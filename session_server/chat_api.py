@@ -17,7 +17,7 @@ from typing import cast
 import xxhash
 
 from tollway.errors import TollwayError
-from tollway.session_server.calls import Call
+from tollway.session_server.calls import Call, other_body
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.dialects.chat import ChatStream, ChatWish, parse_request, render_reply
 from tollway.session_server.families.base import Family
@@ -55,7 +55,8 @@ class ChatApi:
         digest = xxhash.xxh3_128_digest(body)
         call = session.calls.find(digest, key=key, retry=retry)
         if call is None and key is not None:
-            call = await self._kept(session, digest, key)
+            # The same request may have arrived while the journal was asked.
+            call = await self._kept(session, digest, key) or session.calls.find(digest, key=key, retry=retry)
         if call is None:
             wish = parse_request(body)
             if key is not None:
@@ -85,7 +86,7 @@ class ChatApi:
             def render(done: TurnOutcome) -> bytes:
                 return render_reply(wish, done, self._family, reply_id=reply_id, created=created)
 
-            async for item in self._turns.run(session, wish.turn, keep=render):
+            async for item in self._turns.run(session, wish.turn, keep=lambda done: call.digest + render(done)):
                 if isinstance(item, TurnOutcome):
                     outcome = item
             if outcome is not None:
@@ -107,7 +108,7 @@ class ChatApi:
         writer = ChatStream(wish, self._family, reply_id=_reply_id(), created=created)
 
         def whole(done: TurnOutcome) -> bytes:
-            return b"".join([*call.chunks, writer.end(done)])
+            return b"".join([call.digest, *call.chunks, writer.end(done)])
 
         async with aclosing(self._turns.run(session, wish.turn, keep=whole)) as items:
             async for item in items:
@@ -121,14 +122,20 @@ class ChatApi:
                     call.write(writer.delta(item))
 
     async def _kept(self, session: Session, digest: bytes, key: str) -> Call | None:
-        """The reply that the journal kept for an idempotency key, from before a restart."""
+        """The reply that the journal kept for an idempotency key, from before a restart or long ago.
+
+        Its first bytes are the digest of the body that it answered. Raises ``BadRequest`` for another body.
+        """
         rows = await self._journal.read(
             "SELECT reply FROM turns WHERE session_id=? AND idempotency_key=? AND reply IS NOT NULL",
             (session.session_id, key),
         )
         if not rows:
             return None
-        reply = cast(bytes, rows[0][0])
+        kept = cast(bytes, rows[0][0])
+        answered, reply = kept[: len(digest)], kept[len(digest) :]
+        if answered != digest:
+            raise other_body()
         call = Call(digest, key, reply.startswith(b"data:"))
         call.begin(200, _STREAM if call.streaming else JSON)
         call.write(reply)

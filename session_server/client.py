@@ -38,10 +38,10 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """A session as its creator sees it. ``token`` is a secret."""
+    """A session as its creator sees it. ``token`` is a secret, and in no ``repr``."""
 
     session_id: str
-    token: str
+    token: str = field(repr=False)
     base_url: str
     openai_base_url: str
     anthropic_base_url: str
@@ -303,7 +303,10 @@ def _tool_json(tool: ToolSpec | Json) -> Json:
 def _object(data: bytes) -> Json:
     if not data:
         return {}
-    value = orjson.loads(data)
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise UpstreamError(f"the session server answered {len(data)} bytes that are not JSON: {error}") from error
     return cast(Json, value) if isinstance(value, dict) else {"value": value}
 
 
@@ -315,7 +318,10 @@ def _error(status: int, body: bytes, retry_after: str | None) -> TollwayError:
         inner = dict(orjson.loads(body)["error"])
         message, code = str(inner["message"]), str(inner.get("code"))
     if status == 429:
-        return CapacityExceeded(message, retry_after_s=float(retry_after or 1.0))
+        wait_s = 1.0
+        with contextlib.suppress(TypeError, ValueError):  # absent, or a date that a proxy wrote
+            wait_s = float(retry_after)  # type: ignore[arg-type]  # None is the absent case
+        return CapacityExceeded(message, retry_after_s=wait_s)
     if code == ContextLengthExceeded.code:
         return ContextLengthExceeded(_int(inner, "prompt_tokens") or 0, _int(inner, "limit") or 0)
     if code == VersionNotReady.code:

@@ -23,7 +23,7 @@ class ServerConfig(Section):
     journal_max_bytes: int | None = Field(default=None, ge=65536)
     """Largest size of the journal; a full one answers 507 and keeps what it has."""
     family: str = "compact-bytes"
-    """Model family: ``compact-bytes``, a name of the ``renderers`` library, or an entry point."""
+    """Model family: ``compact-bytes``, a name of the ``renderers`` library, an entry point, or ``module:Class``."""
     tokenizer: Path | None = None
     """``tokenizer.json`` or a model directory that has one; for families that need it."""
     thinking: bool = True

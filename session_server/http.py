@@ -28,7 +28,7 @@ Send = Callable[[MutableMapping[str, object]], Awaitable[None]]
 Headers = tuple[tuple[bytes, bytes], ...]
 
 JSON: Headers = ((b"content-type", b"application/json"),)
-_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error"}
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:

@@ -8,14 +8,17 @@ is all or nothing. Knows rows and blobs, not conversations. Depends on sqlite3 a
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from tollway.errors import ConfigError, JournalError
 
@@ -39,6 +42,8 @@ CREATE TABLE IF NOT EXISTS turns (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, number);
 """
+_LOCK_WAIT_S = 15.0
+"""A server whose owner was killed needs a moment to end before its successor can have the journal."""
 _VERSION = 1
 _BATCH = 256
 
@@ -58,12 +63,14 @@ class Journal:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._reader: sqlite3.Connection | None = None
+        self._lock: TextIO | None = None
         self._read_pool = ThreadPoolExecutor(1, thread_name_prefix="journal-read")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def open(self) -> None:
         """Open or create the file and start the writer. Raises ``ConfigError`` when it cannot be used."""
         self._loop = asyncio.get_running_loop()
+        self._lock = await asyncio.to_thread(self._take_lock)
         writer = await asyncio.to_thread(self._connect)
         self._reader = await self._loop.run_in_executor(self._read_pool, self._connect_reader)
         self._thread = threading.Thread(target=self._work, args=(writer,), name="journal-write", daemon=True)
@@ -71,14 +78,18 @@ class Journal:
 
     async def aclose(self) -> None:
         """Commit what waits, then close."""
-        if self._thread is not None:
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            # From here on ``submit`` refuses: nothing would read a job behind the end mark.
             self._jobs.put(None)
-            await asyncio.to_thread(self._thread.join)
-            self._thread = None
+            await asyncio.to_thread(thread.join)
         if self._reader is not None:
             await asyncio.get_running_loop().run_in_executor(self._read_pool, self._reader.close)
             self._reader = None
         self._read_pool.shutdown(wait=False)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def submit(self, *statements: Statement) -> asyncio.Future[None]:
         """Queue one atomic write; the future ends when it is on disk, or with ``JournalError``."""
@@ -98,9 +109,32 @@ class Journal:
 
     # -- threads -----------------------------------------------------------------------------------
 
-    def _connect(self) -> sqlite3.Connection:
+    def _take_lock(self) -> TextIO:
+        """One server per journal: a second one would serve the same sessions and number their turns anew."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            # Beside the file: closing a second descriptor of the file itself would drop SQLite's own locks.
+            file = self.path.with_name(f"{self.path.name}.lock").open("w", encoding="ascii")
+        except OSError as error:
+            raise self._unusable(error) from error
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return file
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    file.close()
+                    raise ConfigError(
+                        f"another server uses journal {self.path}; stop it, or set server.journal to another file"
+                    ) from error
+            time.sleep(0.05)
+
+    def _unusable(self, error: Exception) -> ConfigError:
+        return ConfigError(f"cannot use journal {self.path}: {error}; set server.journal to a writable file")
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
             connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
@@ -109,16 +143,12 @@ class Journal:
                 raise ConfigError(f"journal {self.path} has format {version}, this version reads {_VERSION}")
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={_VERSION}")
-            # One server per journal: a second one would hand out the same sessions.
-            connection.execute("PRAGMA locking_mode=NORMAL")
             if self._max_bytes is not None:
                 page = int(connection.execute("PRAGMA page_size").fetchone()[0])
                 connection.execute(f"PRAGMA max_page_count={max(1, self._max_bytes // page)}")
             return connection
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(
-                f"cannot use journal {self.path}: {error}; set server.journal to a writable file"
-            ) from error
+            raise self._unusable(error) from error
 
     def _connect_reader(self) -> sqlite3.Connection:
         return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
@@ -180,7 +210,9 @@ def _transaction(connection: sqlite3.Connection, jobs: list[_Job]) -> Exception 
                 connection.execute(sql, values)
         connection.execute("COMMIT")
         return None
-    except (sqlite3.Error, OSError) as error:
+    except Exception as error:
+        # The boundary of the thread: besides sqlite3.Error, values that do not fit raise what they like, and a
+        # writer that died would leave every later write waiting.
         if connection.in_transaction:
             try:
                 connection.execute("ROLLBACK")

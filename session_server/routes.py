@@ -175,7 +175,7 @@ async def exists(session: Owned) -> Response:
 
 
 @router.get("/sessions/{session_id}/trajectories")
-async def trajectories(session: Owned, format: Literal["safetensors", "json"] = "safetensors") -> Response:  # noqa: A002
+async def trajectories(session: Owned, format: Literal["safetensors", "json"] = "safetensors") -> Response:  # noqa: A002 - the query's name
     """The export."""
     outcome = session.outcome
     facts = ExportFacts(session.session_id, outcome.reward if outcome else None, outcome.error if outcome else None)
@@ -302,6 +302,9 @@ async def prometheus(gateway: Local) -> Response:
 
 async def _body(request: Request, gateway: Gateway, model: type[_M]) -> _M:
     data = await read_body(request.receive, gateway.config.max_body_bytes)
+    if data is None:
+        # Half a body must not pass for an empty one, which opens a session.
+        raise BadRequest("the client went away before the end of the body")
     try:
         body = model.model_validate_json(data or b"{}")
         orjson.dumps(body.model_dump())  # what cannot be written cannot be kept

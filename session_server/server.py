@@ -7,19 +7,17 @@ finish what can be finished, abort the rest and exit 0. Depends on uvicorn and `
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-import orjson
 import uvicorn
 import uvloop
 
 from tollway.errors import ConfigError
 from tollway.router.config import RouterConfig
+from tollway.serving import announce, listen
 from tollway.session_server.app import TollwayApp
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.gateway import Gateway
@@ -35,7 +33,7 @@ def run(config: ServerConfig, router_config: RouterConfig, *, admin_key: str, en
     """Serve until a signal comes. Raises ``ConfigError`` (port, journal, family) and ``NoEngine``."""
     if not admin_key:
         raise ConfigError("no admin key: set TOLLWAY_ADMIN_KEY to a secret of your choice")
-    listener = _bind(config)
+    listener = listen(config.host, config.port, key="server.port")
     try:
         gateway = Gateway(config, router_config, admin_key=admin_key, engine_urls=engine_urls)
         uvloop.run(_serve(gateway, listener))
@@ -72,11 +70,7 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        line = {"event": "ready", "url": f"http://{shown}:{port}", "pid": os.getpid()}
-        sys.stdout.write(orjson.dumps(line).decode() + "\n")
-        sys.stdout.flush()
+        announce(self._listener)
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -88,19 +82,3 @@ class _Server(uvicorn.Server):
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
-
-
-def _bind(config: ServerConfig) -> socket.socket:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((config.host, config.port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error}; set server.port to a free port, or 0 for any"
-        ) from error
-    listener.setblocking(False)
-    return listener

@@ -14,7 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from tollway.errors import BadRequest, CapacityExceeded, Conflict, RequestAborted
+from tollway.errors import BadRequest, CapacityExceeded, Conflict, JournalError, RequestAborted
 from tollway.router.service import Router
 from tollway.session_server import auth, metrics
 from tollway.session_server.config import ServerConfig
@@ -53,12 +53,13 @@ class SessionStore:
         return len(self._open)
 
     async def start(self) -> None:
-        """Take over the open sessions of the journal; their forests are read when they are asked for."""
-        rows = await self._journal.read(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE state='open'")  # noqa: S608
+        """Take over the open sessions of the journal, with their forests and pins."""
+        rows = await self._journal.read("SELECT id FROM sessions WHERE state='open'")
         for row in rows:
             session = await self._load(str(row[0]))
             if session is not None:
                 self._open[session.session_id] = session
+        metrics.SESSIONS.set(len(self._open))
         if rows:
             logger.info("%d open sessions taken over from %s", len(rows), self._journal.path)
 
@@ -66,10 +67,17 @@ class SessionStore:
         """Close sessions whose time is over, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            now = time.time()
-            for session in [each for each in self._open.values() if each.expires_at <= now]:
-                logger.info("session %s expired", session.session_id[:8])
+            await self.expire(time.time())
+
+    async def expire(self, now: float) -> None:
+        """Close the sessions whose time is over at ``now``, in Unix seconds."""
+        for session in [each for each in self._open.values() if each.expires_at <= now]:
+            logger.info("session %s expired", session.session_id[:8])
+            try:
                 await self.close(session, why="the session expired")
+            except JournalError as error:
+                # Closed in memory; a restart finds it open and expired, and closes it again.
+                logger.error("session %s: %s", session.session_id[:8], error)
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -131,15 +139,14 @@ class SessionStore:
             raise
 
     async def close(self, session: Session, *, why: str = "the session was closed") -> None:
-        """End a session and keep its record. Idempotent."""
-        if session.state == "closed":
-            return
-        session.state = "closed"
-        await session.calls.cancel_all(RequestAborted(why))
-        self._open.pop(session.session_id, None)
-        self._remember(session)
-        self._router.table.release(session.session_id)
-        metrics.SESSIONS.set(len(self._open))
+        """End a session and keep its record. Idempotent; after a ``JournalError`` it can be repeated."""
+        if session.state != "closed":
+            session.state = "closed"
+            await session.calls.cancel_all(RequestAborted(why))
+            self._open.pop(session.session_id, None)
+            self._remember(session)
+            self._router.table.release(session.session_id)
+            metrics.SESSIONS.set(len(self._open))
         await self._journal.write(("UPDATE sessions SET state='closed' WHERE id=?", (session.session_id,)))
 
     async def delete(self, session_id: str) -> None:

@@ -61,7 +61,9 @@ class CheckpointStore:
         """
         found = self._complete()
         pointer = self._folder / "LATEST"
-        named = self._folder / pointer.read_text(encoding="utf-8").strip() if pointer.exists() else None
+        named = (
+            self._folder / pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else None
+        )
         for path in [named, *reversed(found)]:
             if path is None or path not in found:
                 continue

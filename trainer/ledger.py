@@ -29,10 +29,14 @@ CREATE TABLE IF NOT EXISTS prompts (
 
 
 class Ledger:
-    """One run's ledger. Writes survive the death of the process; ``sync`` also that of the machine."""
+    """One run's ledger. Writes survive the death of the process; ``sync`` also that of the machine.
+
+    A file that fails under the run (a full disk, a lock) is ``ComponentLost``, from every method.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         try:
             self._db = sqlite3.connect(path, isolation_level=None)
             self._db.execute("PRAGMA journal_mode = WAL")
@@ -52,14 +56,14 @@ class Ledger:
 
         Raises ``Conflict`` when its fate is already decided.
         """
-        self._db.execute(
+        self._execute(
             "INSERT INTO prompts (prompt_index, state) VALUES (?, 'issued') ON CONFLICT (prompt_index) "
             "DO UPDATE SET attempts = attempts + 1 WHERE state = 'issued'",
             (index,),
         )
         if not self._changed():
             raise Conflict(f"prompt {index} is {self.state(index)}: it cannot be issued again")
-        return int(self._db.execute("SELECT attempts FROM prompts WHERE prompt_index = ?", (index,)).fetchone()[0])
+        return int(self._execute("SELECT attempts FROM prompts WHERE prompt_index = ?", (index,)).fetchone()[0])
 
     def finish(self, index: int) -> None:
         """Its group is complete and in the spool."""
@@ -67,16 +71,17 @@ class Ledger:
 
     def settle(self, trained: Iterable[int], dropped: Iterable[tuple[int, DropReason]], *, step: int) -> None:
         """Decide the fates of one step's prompts, all or none."""
-        self._db.execute("BEGIN")
+        self._execute("BEGIN")
         try:
             for index in trained:
                 self._move(index, "trained", ("finished",), step=step)
             for index, reason in dropped:
                 self._move(index, "dropped", ("issued", "finished"), reason=reason, step=step)
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # some failures end it by themselves
+                self._execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
+        self._execute("COMMIT")
 
     def drop(self, index: int, reason: DropReason, *, step: int) -> None:
         """Decide that a prompt will not be trained."""
@@ -84,7 +89,7 @@ class Ledger:
 
     def take_back(self, step: int) -> None:
         """Undo training after checkpoint ``step``: those weights are gone."""
-        self._db.execute(
+        self._execute(
             "UPDATE prompts SET state = 'finished', step = NULL WHERE state = 'trained' AND step > ?", (step,)
         )
 
@@ -94,30 +99,30 @@ class Ledger:
 
     def open(self) -> tuple[list[int], list[int]]:
         """Prompts without a fate, in order: (issued, finished)."""
-        rows = self._db.execute(
+        rows = self._execute(
             "SELECT prompt_index, state FROM prompts WHERE state IN ('issued', 'finished') ORDER BY prompt_index"
         ).fetchall()
         return [i for i, state in rows if state == "issued"], [i for i, state in rows if state == "finished"]
 
     def next_index(self) -> int:
         """First prompt that was never issued."""
-        return int(self._db.execute("SELECT COALESCE(MAX(prompt_index) + 1, 0) FROM prompts").fetchone()[0])
+        return int(self._execute("SELECT COALESCE(MAX(prompt_index) + 1, 0) FROM prompts").fetchone()[0])
 
     def state(self, index: int) -> str | None:
         """State of one prompt; ``None`` when it was never issued."""
-        row = self._db.execute("SELECT state FROM prompts WHERE prompt_index = ?", (index,)).fetchone()
+        row = self._execute("SELECT state FROM prompts WHERE prompt_index = ?", (index,)).fetchone()
         return None if row is None else str(row[0])
 
     def trained_step(self, index: int) -> int | None:
         """Step that trained a prompt; ``None`` while none has."""
-        row = self._db.execute(
+        row = self._execute(
             "SELECT step FROM prompts WHERE prompt_index = ? AND state = 'trained'", (index,)
         ).fetchone()
         return None if row is None else int(row[0])
 
     def counts(self) -> dict[str, int]:
         """Prompts by state; dropped ones as ``dropped:<reason>``."""
-        rows = self._db.execute(
+        rows = self._execute(
             "SELECT CASE state WHEN 'dropped' THEN state || ':' || reason ELSE state END, COUNT(*) "
             "FROM prompts GROUP BY 1"
         )
@@ -125,18 +130,24 @@ class Ledger:
 
     def sync(self) -> None:
         """Bring everything to the disk, before a checkpoint names it."""
-        self._db.execute("PRAGMA wal_checkpoint(FULL)")
+        self._execute("PRAGMA wal_checkpoint(FULL)")
 
     def _move(
         self, index: int, to: str, origins: tuple[str, ...], *, reason: str | None = None, step: int | None = None
     ) -> None:
         marks = ", ".join("?" for _ in origins)
-        self._db.execute(
+        self._execute(
             f"UPDATE prompts SET state = ?, reason = ?, step = ? WHERE prompt_index = ? AND state IN ({marks})",  # noqa: S608  # only question marks are inserted
             (to, reason, step, index, *origins),
         )
         if not self._changed():
             raise Conflict(f"prompt {index} is {self.state(index)}: it cannot become {to}")
 
+    def _execute(self, sql: str, values: tuple[object, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._db.execute(sql, values)
+        except sqlite3.Error as error:
+            raise ComponentLost(f"prompt ledger {self._path}: {error}; what is committed stays") from error
+
     def _changed(self) -> bool:
-        return bool(self._db.execute("SELECT changes()").fetchone()[0])
+        return bool(self._execute("SELECT changes()").fetchone()[0])

@@ -46,7 +46,7 @@ class Restored:
 
 
 def sampling_of(config: TrainerConfig) -> Sampling:
-    """How training episodes are drawn."""
+    """How episodes are drawn, in training, in probes and in evaluation alike."""
     return Sampling(
         temperature=config.temperature,
         top_p=config.top_p,

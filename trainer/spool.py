@@ -143,7 +143,7 @@ def _row(columns: dict[str, NDArray[np.generic]], at: int, about: dict[str, obje
     return Trajectory(
         **parts,  # type: ignore[arg-type]  # checked by the record itself
         **fields,  # type: ignore[arg-type]  # checked by the record itself
-        sampling=Sampling(**{name: _tupled(value) for name, value in sampling.items()}),  # type: ignore[arg-type]
+        sampling=Sampling(**{name: _tupled(value) for name, value in sampling.items()}),  # type: ignore[arg-type]  # as above
         turn_spans=tuple(TokenSpan(*span) for span in cast("list[list[int]]", about["turn_spans"])),
         reward=cast("float | None", about["reward"]),
         error=cast("str | None", about["error"]),

@@ -25,8 +25,7 @@ from tollway.envs.registry import open_environment
 from tollway.envs.runner import EpisodeRunner
 from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable
 from tollway.fresh_model import write_fresh_model
-from tollway.records import Sampling
-from tollway.router.engines import KEEP_ALIVE_S, EngineClient
+from tollway.router.engines import KEEP_ALIVE_S, EngineClient, Timeouts
 from tollway.router.supervisor import ServerProcess
 from tollway.sandboxes.base import SandboxProvider
 from tollway.sandboxes.probe import probe
@@ -39,7 +38,7 @@ from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.sft import optimizer_settings
 from tollway.trainer.weights.refit import Refit
 
-__all__ = ["Fleet", "base_model", "open_backend", "open_fleet", "preflight", "run_to_end", "sampling"]
+__all__ = ["Fleet", "base_model", "open_backend", "open_fleet", "preflight", "run_to_end"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -110,11 +109,6 @@ def preflight(settings: Settings) -> None:
     open_environment(settings.env)
     open_provider(settings.sandbox)
     load_family(settings.server.family, tokenizer=settings.server.tokenizer, thinking=settings.server.thinking)
-    if settings.engine.kind != "embedded":
-        raise ConfigError(
-            f'engine.kind = "{settings.engine.kind}": this command starts the embedded engine only; '
-            'set engine.kind = "embedded", or serve other engines with `tollway serve --engine URL`'
-        )
     if settings.sandbox.provider != "local":
         return
     found = probe(settings.sandbox.local)
@@ -144,17 +138,6 @@ def base_model(settings: Settings) -> Path:
     return path
 
 
-def sampling(settings: Settings) -> Sampling:
-    """How episodes are drawn, in training and in evaluation alike."""
-    trainer = settings.trainer
-    return Sampling(
-        temperature=trainer.temperature,
-        top_p=trainer.top_p,
-        top_k=trainer.top_k,
-        max_new_tokens=trainer.max_new_tokens,
-    )
-
-
 def open_backend(settings: Settings, model: Path) -> BackendProxy:
     """The training process over ``model``; starts when it is entered."""
     trainer = settings.trainer
@@ -179,7 +162,7 @@ async def open_fleet(settings: Settings, model: Path, *, journal: Path) -> Async
     logs, key = settings.run_dir / "logs", admin_key()
     shown = settings.run_dir / "settings.json"
     shown.write_text(settings.model_dump_json(indent=2), encoding="utf-8")
-    one_thread = {"OMP_NUM_THREADS": "1", ADMIN_KEY_VARIABLE: key}
+    one_thread = {"OMP_NUM_THREADS": "1"}
     tollway = [sys.executable, "-P", "-m", "tollway"]
     async with AsyncExitStack() as stack:
         engine = await ServerProcess.start(
@@ -196,13 +179,14 @@ async def open_fleet(settings: Settings, model: Path, *, journal: Path) -> Async
             ],
             name="session server",
             log=logs / "server.log",
-            env=one_thread,
+            env=one_thread | {ADMIN_KEY_VARIABLE: key},
         )
         stack.push_async_callback(server.stop)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         sessions = SessionClient(server.url, key, http=http)
-        engine_client = EngineClient(engine.url, http)
+        # Every call of this client is a refit's: one deadline, not the smaller of two.
+        engine_client = EngineClient(engine.url, http, timeouts=Timeouts(control_s=settings.trainer.refit_timeout_s))
         stack.push_async_callback(engine_client.aclose)
         engines = await sessions.engines()
         if len(engines) != 1:

@@ -7,6 +7,7 @@ Ctrl-C. Heavy packages are imported by the command that needs them, never here.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -54,6 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"tollway: {error}; make room, the same command continues from what is written", file=sys.stderr)
         return EXIT_FAILED
 
 

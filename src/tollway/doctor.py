@@ -49,7 +49,7 @@ def diagnose(settings: Settings) -> list[Finding]:
             sandbox.python is not None,
             str(sandbox.python or "none under /usr/bin: install the system package python3"),
         ),
-        _package("torch", "engine", needed=settings.engine.kind == "embedded" or settings.trainer.backend == "torch"),
+        _package("torch", "engine", needed=True),
         _package("megatron-core", "megatron", needed=settings.trainer.backend == "megatron"),
         _package("renderers", "renderers", needed=settings.server.family != "compact-bytes"),
         _gpu(),

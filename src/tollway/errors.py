@@ -20,7 +20,6 @@ __all__ = [
     "EngineLost",
     "EngineRefused",
     "EpisodeFailed",
-    "Forbidden",
     "InvalidRecord",
     "JournalError",
     "NoEngine",
@@ -80,12 +79,6 @@ class Unauthorized(TollwayError):
     code, status = "unauthorized", 401
 
 
-class Forbidden(TollwayError):
-    """The key is valid, the action is not allowed with it."""
-
-    code, status = "forbidden", 403
-
-
 class NotFound(TollwayError):
     """The named thing does not exist (only said to callers that may know)."""
 
@@ -93,7 +86,7 @@ class NotFound(TollwayError):
 
 
 class Conflict(TollwayError):
-    """The state does not allow it, e.g. a closed session or a second, different reward."""
+    """The state does not allow it, e.g. a second, different reward, or a prompt whose fate is decided."""
 
     code, status = "conflict", 409
 

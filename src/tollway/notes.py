@@ -1,7 +1,7 @@
 """What a run remembers between processes, besides the trainer's checkpoints: evaluations, phase times, wall time.
 
 One small JSON file in the run directory, replaced atomically; and the lock that keeps a second process out of
-that directory. Depends on ``errors`` only.
+that directory. Depends on ``errors`` and ``trainer.atomic``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tollway.errors import ConfigError
+from tollway.trainer.atomic import write_file
 
 __all__ = ["Notes", "locked", "process_started_at"]
 
@@ -81,21 +82,16 @@ class Notes:
             "tokens_generated": self.tokens_generated,
             "wall_s": self.wall_s,
         }
-        draft = self._path.with_suffix(".tmp")
-        with draft.open("w", encoding="utf-8") as file:
-            json.dump(body, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self._path)
+        write_file(self._path, json.dumps(body, indent=1).encode())
 
     def _load(self) -> None:
         try:
             body = json.loads(self._path.read_text(encoding="utf-8"))
-            self.evaluations = dict(body["evaluations"])
-            self.phases = dict(body["phases"])
+            self.evaluations = {str(name): dict(figures) for name, figures in body["evaluations"].items()}
+            self.phases = {str(name): float(seconds) for name, seconds in body["phases"].items()}
             self.tokens_generated = int(body["tokens_generated"])
             self._wall_before_s = float(body["wall_s"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self._path} is not readable ({error}); move it away, or start over with --fresh"
             ) from error

@@ -43,9 +43,11 @@ def parse_version(text: str) -> PolicyVersion:
     >>> parse_version("7")
     7
     """
-    if not (text.isascii() and text.isdigit()):
+    # The export keeps versions as int32.
+    if not (text.isascii() and text.isdigit()) or len(text) > 10 or int(text) > 2**31 - 1:
         raise InvalidRecord(
-            f"weight version {text!r} is not a decimal number; stamp the engine with update_weight_version"
+            f"weight version {text[:40]!r} is not a decimal number below 2**31; "
+            "stamp the engine with update_weight_version"
         )
     return int(text)
 

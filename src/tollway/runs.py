@@ -8,6 +8,7 @@ is in ``app``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, suppress
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from tollway import app
+from tollway import app, telemetry
 from tollway.app import Fleet
 from tollway.envs.config import EnvConfig
 from tollway.envs.evaluate import Evaluation
@@ -32,9 +33,10 @@ from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.checkpoint import CheckpointStore, RunState
 from tollway.trainer.events import CheckpointSaved, Event
 from tollway.trainer.loop import train as train_loop
+from tollway.trainer.rollout import sampling_of
 from tollway.trainer.sft import Demonstration, warm_start
 
-__all__ = ["EvaluationDone", "Listener", "PhaseStarted", "evaluate", "train"]
+__all__ = ["EvaluationDone", "Listener", "PhaseStarted", "evaluate", "move_aside", "train"]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -69,8 +71,9 @@ def train(settings: Settings, *, fresh: bool, report: Listener) -> Summary:
     """
     app.preflight(settings)
     if fresh:
-        _move_aside(settings.run_dir)
+        move_aside(settings.run_dir)
     with locked(settings.run_dir):
+        _log(settings, "train")
         return app.run_to_end(_Training(settings, report).run())
 
 
@@ -78,7 +81,12 @@ def evaluate(settings: Settings, *, blank_tools: bool) -> Evaluation:
     """Evaluate the latest checkpoint of the run directory on held-out tasks, at the training temperature."""
     app.preflight(settings)
     with locked(settings.run_dir):
+        _log(settings, "eval")
         return app.run_to_end(_evaluate_checkpoint(settings, blank_tools=blank_tools))
+
+
+def _log(settings: Settings, command: str) -> None:
+    telemetry.configure(settings.run.log_level, component=command, file=settings.run_dir / "logs" / f"{command}.log")
 
 
 class _Counted(EpisodeSource):
@@ -130,15 +138,17 @@ class _Training:
         self._start("reinforcement", f"{settings.trainer.steps} steps")
         source = fleet.episodes(_tasks(settings, "train"))
         with notes.phase("reinforcement"):
-            result = await train_loop(
-                backend,
-                _Counted(source, notes),
-                refit,
-                settings.trainer,
-                run_dir=self._dir,
-                on_event=self._on_event,
-            )
-            await source.aclose()
+            try:
+                result = await train_loop(
+                    backend,
+                    _Counted(source, notes),
+                    refit,
+                    settings.trainer,
+                    run_dir=self._dir,
+                    on_event=self._on_event,
+                )
+            finally:
+                await source.aclose()
         await backend.export(self._dir / "model")
         if settings.eval.at_end:
             await self._evaluate(fleet, "after")
@@ -208,7 +218,7 @@ async def _evaluate(settings: Settings, fleet: Fleet, notes: Notes, *, blank_too
         return await run_episodes(
             _Counted(source, notes),
             settings.eval.episodes,
-            sampling=app.sampling(settings),
+            sampling=sampling_of(settings.trainer),
             name="blank" if blank_tools else "eval",
         )
     finally:
@@ -257,9 +267,13 @@ async def _guarded(fleet: Fleet, work: Coroutine[object, object, T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def _move_aside(run_dir: Path) -> None:
-    """Keep what an earlier run left: its directory gets the next free number."""
+def move_aside(run_dir: Path) -> None:
+    """Keep what an earlier run left: its directory gets the next free number.
+
+    Raises ``ConfigError`` while a run goes on in it, which would write on into the new directory of that name.
+    """
     if not run_dir.exists():
         return
-    number = next(n for n in range(1, 10_000) if not run_dir.with_name(f"{run_dir.name}.{n}").exists())
-    run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))
+    with locked(run_dir):
+        number = next(n for n in itertools.count(1) if not run_dir.with_name(f"{run_dir.name}.{n}").exists())
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))

@@ -10,6 +10,7 @@ from typing import cast
 
 from tollway.envs.evaluate import Evaluation
 from tollway.notes import Notes
+from tollway.trainer.atomic import write_file
 from tollway.trainer.report import TrainReport
 
 __all__ = ["CacheSummary", "Summary", "evaluation_json", "read_summary", "summarise"]
@@ -110,9 +111,7 @@ def summarise(report: TrainReport, notes: Notes, cache: Mapping[str, object], ru
         evaluations=dict(notes.evaluations),
         trajectories=str(run_dir / "trajectories"),
     )
-    draft = run_dir / "summary.json.tmp"
-    draft.write_text(json.dumps(summary.as_json(), indent=2) + "\n", encoding="utf-8")
-    draft.replace(run_dir / "summary.json")
+    write_file(run_dir / "summary.json", (json.dumps(summary.as_json(), indent=2) + "\n").encode())
     return summary
 
 

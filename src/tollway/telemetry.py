@@ -1,8 +1,8 @@
 """Logging, context and metric declarations, set up once per process by the command line.
 
 Packages declare their instruments in a ``metrics.py`` of their own with ``declare``; each name exists
-once, with unit and meaning. Session, turn and policy version travel in context variables, so log messages
-do not repeat them. Depends on prometheus-client only.
+once, with unit and meaning. The session travels in a context variable, so log messages do not repeat it.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 __all__ = ["METRICS", "MetricSpec", "configure", "declare", "session_id"]
@@ -30,7 +31,7 @@ class MetricSpec:
 
 
 METRICS: dict[str, MetricSpec] = {}
-"""Every declared metric by name; the reference page is generated from it."""
+"""Every declared metric by name."""
 
 
 def declare(name: str, unit: str, meaning: str, kind: Literal["scalar", "counter", "gauge"] = "scalar") -> str:
@@ -41,6 +42,10 @@ def declare(name: str, unit: str, meaning: str, kind: Literal["scalar", "counter
     return name
 
 
+_handlers: list[logging.Handler] = []
+"""Those that ``configure`` installed last."""
+
+
 class _Context(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         current = session_id.get()
@@ -48,11 +53,27 @@ class _Context(logging.Filter):
         return True
 
 
-def configure(level: str = "INFO", *, component: str = "tollway") -> None:
-    """Send log lines of this process to stderr as ``time level component logger message``."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(_Context())
-    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {component} %(name)s%(session)s %(message)s"))
+def configure(level: str = "INFO", *, component: str = "tollway", file: Path | None = None) -> None:
+    """Send log lines of this process to stderr as ``time level component logger message``.
+
+    With ``file`` they go there instead, and only warnings and errors also reach stderr: a terminal that
+    shows progress stays readable. Handlers of an earlier call are replaced.
+    """
+    console = logging.StreamHandler(sys.stderr)
+    handlers: list[logging.Handler] = [console]
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        console.setLevel(logging.WARNING)
+        handlers.append(logging.FileHandler(file, encoding="utf-8"))
+    form = logging.Formatter(f"%(asctime)s %(levelname)s {component} %(name)s%(session)s %(message)s")
+    for handler in handlers:
+        handler.addFilter(_Context())
+        handler.setFormatter(form)
     root = logging.getLogger()
-    root.handlers[:] = [handler]
+    for earlier in _handlers:
+        root.removeHandler(earlier)
+        earlier.close()
+    _handlers[:] = handlers
+    for handler in handlers:
+        root.addHandler(handler)
     root.setLevel(level.upper())

@@ -27,27 +27,25 @@ import torch
 from safetensors import safe_open
 from sglang_cpu.fixture import START_UP_S
 
+from tollway.fresh_model import ModelShape, write_fresh_model
+
 PROMPT = [40 + (7 * i) % 200 for i in range(60)]
 LONG = 1500
 """Tokens of a request that must still be running when something happens to it."""
 
 
 def model_directory(root: Path, moe: bool) -> Path:
-    from tollway.engine.weights import create_model_directory
-
-    config: dict[str, object] = {
-        "architectures": ["Qwen3MoeForCausalLM" if moe else "Qwen3ForCausalLM"],
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "intermediate_size": 96,
-        "max_position_embeddings": 2048,
-        **({"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if moe else {}),
-    }
-    create_model_directory(root, config, std=0.15)
+    experts = {"num_experts": 8, "moe_intermediate_size": 32} if moe else {}
+    shape = ModelShape(
+        vocab_size=512,
+        hidden_size=64,
+        head_dim=16,
+        intermediate_size=96,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        **experts,
+    )
+    write_fresh_model(root, shape, seed=0, std=0.15)
     return root
 
 
@@ -201,6 +199,22 @@ async def test_wrong_types_are_400(api, bad):
 
 async def test_unknown_keys_are_ignored(api):
     check(await api.generate(who_knows={"x": 1}, routing_key="session"), 60)
+
+
+async def test_an_unknown_sampling_parameter_is_400_and_named(api):
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1, "temprature": 0.5}}
+    status, text = await api.raw("/generate", body)
+    assert (status, "temprature" in text) == (400, True), text
+
+
+async def test_a_request_id_in_flight_cannot_be_used_again(api):
+    async with api.running(rid="contract-twin") as first:
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}, "rid": "contract-twin"}
+        status, text = await api.raw("/generate", body)
+        assert (status, "Duplicate request ID detected: contract-twin" in text) == (400, True), text
+        await api.raw("/abort_request", {"rid": "contract-twin"})
+        await first
+    await api.generate(rid="contract-twin")
 
 
 async def test_flat_top_logprobs_equal_the_nested_ones(api):

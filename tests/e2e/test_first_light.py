@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +100,8 @@ def test_stopping_a_run_leaves_no_process_and_no_sandbox(tiny, number: signal.Si
     assert "stopped" in run.output
     assert wait_until_gone(run.run_dir) == []
     assert leftovers(run.run_dir) == []
+    with closing(sqlite3.connect(run.run_dir / "journal.sqlite")) as journal:
+        assert journal.execute("SELECT count(*) FROM sessions WHERE state = 'open'").fetchone() == (0,)
 
 
 @pytest.mark.timeout(300)

@@ -1,24 +1,25 @@
-"""The per-token losses in torch, shared by every backend, and the loop over micro-batches.
+"""The per-token losses in torch, and the part of a backend around them that all share: the loop over micro-batches.
 
-``losses`` holds the numpy reference of the same formulas. Depends on torch, ``microbatch`` and ``losses``.
+``losses`` holds the numpy reference of the same formulas. Depends on torch, ``base``, ``microbatch`` and ``losses``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tollway.trainer.backends.base import BackendSpec, TrainBackend
 from tollway.trainer.backends.microbatch import MicroBatch, split
-from tollway.trainer.batch import Objective, Row
+from tollway.trainer.backends.shape import ModelShape
+from tollway.trainer.batch import Batch, Objective, Row, StepReport
 from tollway.trainer.losses import LOG_RATIO_LIMIT
 
-__all__ = ["Score", "accumulate", "loss_sum", "score_rows"]
-
-Score = Callable[[MicroBatch], torch.Tensor]
-"""Forward pass: log-probability [rows, width - 1] of each target at the row's temperature."""
+__all__ = ["MicroBatchedBackend", "loss_sum"]
 
 
 def loss_sum(logprobs: torch.Tensor, micro: MicroBatch, objective: Objective) -> torch.Tensor:
@@ -43,28 +44,57 @@ def loss_sum(logprobs: torch.Tensor, micro: MicroBatch, objective: Objective) ->
     return (losses * torch.from_numpy(micro.weights).to(device)).sum()
 
 
-def accumulate(
-    rows: Sequence[Row], objective: Objective, score: Score, max_tokens: int
-) -> tuple[float, tuple[NDArray[np.float32], ...]]:
-    """Backpropagate every micro-batch; gradients add up. Returns the loss and the log-probabilities."""
-    total = 0.0
-    out = _empty(rows)
-    for micro in split(rows, max_tokens):
-        logprobs = score(micro)
-        loss = loss_sum(logprobs, micro, objective)
-        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        total += loss.item()
-        _scatter(out, micro, logprobs.detach())
-    return total, tuple(out)
+class MicroBatchedBackend(TrainBackend):
+    """What backends do alike: passes over micro-batches, and the clock around a step."""
 
+    def __init__(self, spec: BackendSpec, shape: ModelShape) -> None:
+        self._shape = shape
+        self._max_tokens = spec.micro_batch_tokens
 
-def score_rows(rows: Sequence[Row], score: Score, max_tokens: int) -> tuple[NDArray[np.float32], ...]:
-    """Forward only: log-probabilities [tokens] per row, NaN at position 0."""
-    out = _empty(rows)
-    with torch.no_grad():
-        for micro in split(rows, max_tokens):
-            _scatter(out, micro, score(micro))
-    return tuple(out)
+    def score(self, batch: Batch) -> tuple[NDArray[np.float32], ...]:
+        """See ``TrainBackend``."""
+        out = _empty(batch.rows)
+        with torch.no_grad():
+            for micro in split(batch.rows, self._max_tokens):
+                _scatter(out, micro, self._logprobs(micro))
+        return tuple(out)
+
+    def step(self, batch: Batch, *, lr: float) -> StepReport:
+        """See ``TrainBackend``."""
+        started, cpu = time.perf_counter(), time.process_time()
+        loss, logprobs = self._backward(batch)
+        norm = self._update(lr)
+        return StepReport(
+            loss=loss,
+            grad_norm=norm,
+            logprobs=logprobs,
+            seconds=time.perf_counter() - started,
+            cpu_seconds=time.process_time() - cpu,
+        )
+
+    def _accumulate(self, batch: Batch) -> tuple[float, tuple[NDArray[np.float32], ...]]:
+        """Backpropagate every micro-batch; gradients add up. Returns the loss and the log-probabilities."""
+        total = 0.0
+        out = _empty(batch.rows)
+        for micro in split(batch.rows, self._max_tokens):
+            logprobs = self._logprobs(micro)
+            loss = loss_sum(logprobs, micro, batch.objective)
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+            total += loss.item()
+            _scatter(out, micro, logprobs.detach())
+        return total, tuple(out)
+
+    @abstractmethod
+    def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
+        """Forward pass: log-probability [rows, width - 1] of each target at the row's temperature."""
+
+    @abstractmethod
+    def _backward(self, batch: Batch) -> tuple[float, tuple[NDArray[np.float32], ...]]:
+        """``_accumulate`` from zeroed gradients."""
+
+    @abstractmethod
+    def _update(self, lr: float) -> float:
+        """Clip and take one optimiser step; returns the gradient's norm before clipping."""
 
 
 def _empty(rows: Sequence[Row]) -> list[NDArray[np.float32]]:

@@ -6,7 +6,6 @@ Independent of Megatron on purpose: tests hold the two against each other. One p
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -16,11 +15,11 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from tollway.errors import ConfigError
-from tollway.trainer.backends.base import BackendSpec, TrainBackend
+from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.microbatch import MicroBatch
-from tollway.trainer.backends.objective import accumulate, score_rows
+from tollway.trainer.backends.objective import MicroBatchedBackend
 from tollway.trainer.backends.shape import ModelShape, check_names, tensor_shapes
-from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
+from tollway.trainer.batch import Batch, OptimizerSettings
 
 __all__ = ["TorchBackend", "decode"]
 
@@ -43,44 +42,20 @@ def decode(weights: Weights, shape: ModelShape, ids: torch.Tensor) -> torch.Tens
     return functional.linear(hidden, weights[head])
 
 
-class TorchBackend(TrainBackend):
+class TorchBackend(MicroBatchedBackend):
     """Weights are leaf tensors in a dictionary under their Hugging Face names."""
 
     def __init__(self, spec: BackendSpec, shape: ModelShape, weights: Weights) -> None:
         if spec.options:
             raise ConfigError("the torch backend takes no [trainer.megatron] options; remove them")
-        self._shape = shape
-        self._max_tokens = spec.micro_batch_tokens
+        super().__init__(spec, shape)
         self._weights = {name: torch.empty(size, requires_grad=True) for name, size in tensor_shapes(shape)}
         self.load_weights(weights)
         self.reset_optimizer(spec.optimizer)
 
-    def score(self, batch: Batch) -> tuple[NDArray[np.float32], ...]:
-        """See ``TrainBackend``."""
-        return score_rows(batch.rows, self._logprobs, self._max_tokens)
-
-    def step(self, batch: Batch, *, lr: float) -> StepReport:
-        """See ``TrainBackend``."""
-        started, cpu = time.perf_counter(), time.process_time()
-        self._optimizer.zero_grad()
-        loss, logprobs = accumulate(batch.rows, batch.objective, self._logprobs, self._max_tokens)
-        limit = self._settings.clip_grad or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), limit)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        return StepReport(
-            loss=loss,
-            grad_norm=float(norm),
-            logprobs=logprobs,
-            seconds=time.perf_counter() - started,
-            cpu_seconds=time.process_time() - cpu,
-        )
-
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
         """See ``TrainBackend``."""
-        self._optimizer.zero_grad()
-        accumulate(batch.rows, batch.objective, self._logprobs, self._max_tokens)
+        self._backward(batch)
         found = {n: torch.zeros_like(w) if w.grad is None else w.grad.clone() for n, w in self._weights.items()}
         self._optimizer.zero_grad()
         return found
@@ -123,6 +98,18 @@ class TorchBackend(TrainBackend):
         self.load_weights(state["weights"])
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
+
+    def _backward(self, batch: Batch) -> tuple[float, tuple[NDArray[np.float32], ...]]:
+        self._optimizer.zero_grad()
+        return self._accumulate(batch)
+
+    def _update(self, lr: float) -> float:
+        limit = self._settings.clip_grad or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self._weights.values(), limit)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        return float(norm)
 
     def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
         ids = torch.from_numpy(micro.ids)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,36 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_process import Process, start_engine, stop_engine
 
 from tollway.engine.generation import Generation
 from tollway.engine.params import SamplingParams
 from tollway.engine.request import Progress, Request, Result
 from tollway.engine.sampler import mix_seed
+from tollway.engine.spec import read_config
 from tollway.engine.text import ByteCodec, StopWatch
-from tollway.engine.weights import create_model_directory, load_decoder, save_decoder
+from tollway.engine.weights import load_decoder, save_decoder
+from tollway.fresh_model import ModelShape, write_fresh_model
 
-BASE: dict[str, object] = {
-    "vocab_size": 272,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 256,
-}
-DENSE = {**BASE, "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True}
-MOE = {
-    **BASE,
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "tie_word_embeddings": False,
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "norm_topk_prob": True,
-}
+DENSE = ModelShape(vocab_size=272, hidden_size=48, head_dim=16, intermediate_size=64, max_position_embeddings=256)
+UNTIED = DENSE.model_copy(update={"tie_word_embeddings": False})
+MOE = UNTIED.model_copy(update={"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24})
 
 
 @pytest.fixture(scope="session")
@@ -52,17 +32,18 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     kinds = {
         "dense": (DENSE, 1),
         "other": (DENSE, 2),
-        "untied": ({**DENSE, "tie_word_embeddings": False}, 3),
+        "untied": (UNTIED, 3),
         "moe": (MOE, 4),
+        "other_moe": (MOE, 77),
     }
-    for name, (config, seed) in kinds.items():
-        create_model_directory(root / name, config, seed=seed, std=0.15)
+    for name, (shape, seed) in kinds.items():
+        write_fresh_model(root / name, shape, seed=seed, std=0.15)
         decoder = load_decoder(root / name)
         noise = torch.Generator().manual_seed(seed)
         for tensor in decoder.named_tensors().values():
             if tensor.dim() == 1:  # norm weights of 1 would hide a norm that is left out
                 tensor.add_(0.3 * torch.randn(tensor.shape, generator=noise))
-        save_decoder(decoder, root / name, config)
+        save_decoder(decoder, root / name, read_config(root / name))
     return {name: root / name for name in kinds}
 
 
@@ -140,32 +121,6 @@ class Driver:
 @pytest.fixture
 def driver(models: dict[str, Path]) -> Callable[..., Driver]:
     return lambda kind="dense", **options: Driver(models[kind], **options)
-
-
-@dataclass
-class Process:
-    """A running engine."""
-
-    process: subprocess.Popen[str]
-    url: str
-
-
-def start_engine(model: Path, *arguments: str, env: dict[str, str] | None = None) -> Process:
-    command = [sys.executable, "-m", "tollway.engine", "--model-path", str(model), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
-    line = process.stdout.readline()
-    if not line:
-        process.wait(10)
-        raise RuntimeError(f"the engine ended with {process.returncode} before it was ready")
-    return Process(process, json.loads(line)["url"])
-
-
-def stop_engine(engine: Process) -> int:
-    engine.process.terminate()
-    code = engine.process.wait(20)
-    engine.process.stdout.close()
-    return code
 
 
 @pytest.fixture(scope="module")

@@ -209,21 +209,20 @@ def test_routed_experts_equal_the_router_also_at_cached_positions(driver, models
 
 
 def test_routes_of_retracted_tokens_are_those_they_were_sampled_with(driver, models):
-    from tollway.engine.weights import create_model_directory, load_directory, read_config
+    from tollway.engine.weights import load_directory
 
     engine = driver("moe")
     ticket = engine.submit(prompt(9), 8, return_routes=True, routes_start=4)
     engine.steps(4)
     engine.do(lambda g: g.retract())
-    create_model_directory(models["moe"].parent / "moe2", read_config(models["moe"]), seed=77, std=0.15)
-    load_directory(engine.generation.decoder, models["moe"].parent / "moe2")
+    load_directory(engine.generation.decoder, models["other_moe"])
     engine.generation.paused = True
     assert engine.do(lambda g: g.flush())
     engine.do(lambda g: g.set_version("2"))
     engine.generation.paused = False
     engine.run()
     _, old = forward(models["moe"], ticket.request.prompt.tolist() + ticket.ids)
-    _, new = forward(models["moe"].parent / "moe2", ticket.request.prompt.tolist() + ticket.ids)
+    _, new = forward(models["other_moe"], ticket.request.prompt.tolist() + ticket.ids)
     known = 20 + 4 - 1  # positions stored at the retraction
     np.testing.assert_array_equal(ticket.result.routes[: known - 4], old[4:known])
     np.testing.assert_array_equal(ticket.result.routes[known - 4 :], new[known:-1])
@@ -269,6 +268,13 @@ def test_min_new_tokens_holds_stop_ids_back(driver):
     engine.run()
     assert len(ticket.ids) > 9
     assert not set(ticket.ids[:9]) & set(every)
+
+
+def test_a_stop_id_beyond_the_vocabulary_never_matches_and_harms_nothing(driver):
+    engine = driver()
+    ticket = engine.submit(prompt(1), 5, seed=1, stop_token_ids=[99_999], min_new_tokens=3)
+    engine.run()
+    assert len(ticket.ids) == 5
 
 
 def test_penalties_and_bias_change_what_is_drawn(driver):

@@ -70,6 +70,12 @@ def test_different_seeds_and_steps_draw_differently():
         ({"regex": "a"}, "regex"),
         ({"stop": "x"}, "stop"),
         ({"logit_bias": {"99": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"\u00b2": 1.0}}, "logit_bias"),
+        ({"logit_bias": {"5": 1e308}}, "logit_bias"),
+        ({"stop_token_ids": [2**64 - 1]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"top_k": 2**64 - 1}, "top_k"),
+        ({"max_new_tokens": None, "min_new_tokens": 2**64 - 1}, "min_new_tokens"),
         ({"n": 0}, "n"),
     ],
 )
@@ -78,5 +84,6 @@ def test_wrong_parameters_are_refused_by_name(raw, named):
         SamplingParams.parse(raw, vocab_size=8, codec=None)
 
 
-def test_unknown_parameters_are_ignored():
-    assert SamplingParams.parse({"who_knows": 1}, vocab_size=8, codec=None).max_new_tokens == 128
+def test_an_unknown_parameter_is_refused_by_name() -> None:
+    with pytest.raises(BadRequest, match="who_knows"):
+        SamplingParams.parse({"who_knows": 1}, vocab_size=8, codec=None)

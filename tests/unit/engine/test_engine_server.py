@@ -20,7 +20,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from conftest import start_engine, stop_engine
+from engine_process import start_engine, stop_engine
 from engine_reference import sampled_logprobs
 from safetensors.torch import load_file
 
@@ -152,6 +152,17 @@ def test_a_bad_body_is_400_and_names_the_field(http, body, named):
     reply = http.post("/generate", content=body)
     assert reply.status_code == 400
     assert named in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/begin_weight_update", "/release_memory_occupation"])
+def test_half_a_body_does_nothing(http, engine, path):
+    port = int(engine.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n".encode() + b'{"mo')
+        time.sleep(0.1)
+    time.sleep(0.2)
+    state = http.get("/server_info").json()["internal_states"][0]
+    assert (state["paused"], state["weight_update_session"], state["released_tags"]) == (False, False, [])
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -322,3 +322,12 @@ def test_facts_are_averaged_over_the_episodes_that_report_them() -> None:
         Rollout(session_id="b", rows=(), reward=0.0),
     ]
     assert summarise(rollouts).facts == {"x": 4.0}
+
+
+def test_rewards_beyond_a_proportion_have_an_interval_of_their_own() -> None:
+    """Rewards of an environment may be negative or above 1; a Wilson interval does not exist for those."""
+    rollouts = [Rollout(session_id="s", rows=(), reward=reward) for reward in (-1.0, 3.0, 1.0, 5.0)]
+    result = summarise(rollouts)
+    assert result.reward == 2.0
+    assert result.interval == pytest.approx((2.0 - 2.53, 2.0 + 2.53), abs=0.01)
+    assert summarise(rollouts[1:2]).interval == (3.0, 3.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 
 import aiohttp
@@ -12,6 +13,7 @@ import pytest
 
 from tollway.errors import BadRequest, EngineLost, EngineRefused, NoEngine, TollwayError, UpstreamError
 from tollway.records import Sampling
+from tollway.router import metrics
 from tollway.router.config import RouterConfig
 from tollway.router.engines import EngineClient, GenerateCall, GenerateDelta, Timeouts
 from tollway.router.fake import FakeEngine, FakeReply
@@ -114,6 +116,24 @@ async def test_no_engine_left_is_said_fast() -> None:
             await until(lambda: not router.ready, "the engine is lost")
             with pytest.raises(NoEngine, match="is lost"):
                 await router.generate("s", call(rid="r2"), lineage=Lineage())
+
+
+async def test_losing_or_removing_an_engine_leaves_no_failed_task_behind() -> None:
+    """The aborts of its calls cannot be delivered any more, which is nobody's error."""
+    unhandled: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    async with fleet(1) as (router, engines):
+        engines[0].script = lambda request: FakeReply(ids=[5], delay_s=60)
+        running = asyncio.create_task(router.generate("s", call(), lineage=Lineage()))
+        await until(lambda: engines[0].requests, "the engine has the call")
+        await router.remove_engine("e0")
+        with pytest.raises(EngineLost):
+            await running
+        assert metrics.ENGINES_SERVING._value.get() == 0
+    del running
+    gc.collect()
+    await asyncio.sleep(0)
+    assert unhandled == []
 
 
 async def test_calls_in_flight_end_when_their_engine_hangs() -> None:

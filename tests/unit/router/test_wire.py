@@ -53,6 +53,10 @@ def test_a_good_reply_is_read() -> None:
         (lambda r: r.pop("output_ids"), "output_ids"),
         (lambda r: r.update(output_ids=[7, 8]), "3 completion tokens and sent 2"),
         (lambda r: r.update(output_ids=[7, 8, "x"]), "not all integers"),
+        (lambda r: r.update(output_ids=[7, 8, 9.5]), "not all integers"),
+        (lambda r: r.update(output_ids=[7, 8, "9"]), "not all integers"),
+        (lambda r: r.update(output_ids=[7, 8, True]), "not all integers"),
+        (lambda r: r.update(output_ids=[7, 8, [9]]), "not all integers"),
         (lambda r: r.update(output_ids=[7, 8, -1]), "int32"),
         (lambda r: r.update(output_ids=[7, 8, 2**31]), "int32"),
         (lambda r: r["meta_info"].update(completion_tokens=True), "completion_tokens"),
@@ -64,13 +68,20 @@ def test_a_good_reply_is_read() -> None:
         (lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(1, 5), "is of id 5, output id is 8"),
         (lambda r: r["meta_info"].update(finish_reason=None), "finish_reason"),
         (lambda r: r["meta_info"].update(finish_reason={"type": "tired"}), "tired"),
+        (lambda r: r["meta_info"].update(finish_reason={"type": ["stop"]}), "finish_reason"),
+        (lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(0, "-0.25"), "not .number, id, text."),
+        (lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(0, None), "non-finite"),
+        (lambda r: r["meta_info"]["output_token_logprobs"][1].__setitem__(1, 8.5), "not .number, id, text."),
         (lambda r: r["meta_info"].update(cached_tokens=5), "5 cached of 4"),
         (lambda r: r["meta_info"].update(weight_versions="3"), "weight_versions"),
         (lambda r: r["meta_info"].update(weight_versions=[{"version": "3"}]), "version, start, end"),
         (lambda r: r["meta_info"]["weight_versions"].pop(), "cover 1 of 3"),
         (lambda r: r["meta_info"]["weight_versions"].pop(0), "gap at token 0"),
         (lambda r: r["meta_info"]["weight_versions"][0].update(version="v3"), "decimal"),
+        (lambda r: r["meta_info"]["weight_versions"][0].update(version="2147483648"), "decimal"),
+        (lambda r: r["meta_info"]["weight_versions"][0].update(version="9" * 5000), "decimal"),
         (lambda r: r["meta_info"]["weight_versions"][0].update(start=2), "span"),
+        (lambda r: r["meta_info"]["weight_versions"][0].update(end=1.0), "version, start, end"),
     ],
 )
 def test_what_does_not_add_up_is_named(break_it: Callable[[Any], object], words: str) -> None:
@@ -221,3 +232,22 @@ def test_an_aborted_reply_with_its_budget_used_ended_by_length() -> None:
     done = piece([1], "stop", 3, 0)
     assert continue_call(CALL, [done]) is None
     assert merge_replies(CALL, [done]) is done
+
+
+def test_a_reply_aborted_while_it_waited_lacks_prefill_facts_and_its_continuation_asks_for_all_routes() -> None:
+    """A stock server leaves prompt_tokens, cached_tokens and routed_experts out of it."""
+    asked = with_(return_routed_experts=True)
+    waited = copy.deepcopy(REPLY)
+    waited["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+    for name in ("prompt_tokens", "cached_tokens"):
+        del waited["meta_info"][name]
+    first = parse_reply(asked, waited, route_shape=(2, 3))
+    assert (first.prompt_tokens, first.cached_tokens, first.routed_experts) == (4, None, None)
+    following = continue_call(asked, [first])
+    assert following is not None
+    assert (following.input_ids.size, following.routed_experts_start) == (7, 0)
+
+    finished = copy.deepcopy(REPLY)
+    del finished["meta_info"]["prompt_tokens"]
+    with pytest.raises(UpstreamError, match="prompt_tokens"):
+        parse_reply(asked, finished, route_shape=(2, 3))

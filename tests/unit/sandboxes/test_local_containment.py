@@ -105,6 +105,13 @@ async def test_memory_file_size_and_open_files_are_limited(local: LocalProvider)
     assert int(done.stdout.split()[0]) <= 64 * 1024
 
 
+async def test_device_files_take_no_more_memory_than_tmp(sandbox: LocalSandbox) -> None:
+    fill = "for i in 1 2 3 4; do head -c 50000000 /dev/zero > /dev/shm/f$i; done; echo x > /dev/g; du -sm /dev"
+    done = await sandbox.exec(fill, timeout_s=20)
+    assert int(done.stdout.split()[0]) <= 64, "sandbox.local.tmp_mb"
+    assert b"Read-only" in done.stderr
+
+
 async def test_a_command_line_beyond_the_systems_limit_is_the_callers_error(sandbox: LocalSandbox) -> None:
     with pytest.raises(BadRequest, match="too long"):
         await sandbox.exec(["echo", "x" * 200_000], timeout_s=20)

@@ -28,7 +28,9 @@ def test_the_command_line_isolates_before_it_binds_and_locks_the_root_last() -> 
         assert needed in options
     assert "--share-net" not in options
     assert "--share-net" in base_options("/w", network=True, tmp_bytes=1)
-    assert options.index("--remount-ro") > max(
+    locks = [at for at, option in enumerate(options) if option == "--remount-ro"]
+    assert [options[at + 1] for at in locks] == ["/dev", "/"]
+    assert locks[-1] > max(
         at for at, option in enumerate(options) if option in ("--bind", "--tmpfs", "--ro-bind", "--symlink", "--dev")
     )
     assert options.index("--clearenv") < options.index("--setenv")

@@ -199,6 +199,21 @@ def test_families_are_found_by_name(tmp_path: Path) -> None:
         load_family("qwen3", tokenizer=tmp_path / "missing.json")
 
 
+class Foreign(CompactFamily):
+    """A third party's, which gets the tokenizer's path."""
+
+    def __init__(self, tokenizer: Path | None) -> None:
+        self.tokenizer = tokenizer
+
+
+def test_a_third_partys_family_opens_by_its_path_and_gets_the_tokenizer(tmp_path: Path) -> None:
+    family = load_family(f"{__name__}:Foreign", tokenizer=tmp_path)
+    assert isinstance(family, Foreign)
+    assert family.tokenizer == tmp_path
+    with pytest.raises(ConfigError, match=r"server\.family='json:JSONDecoder': .* is not a Family class"):
+        load_family("json:JSONDecoder")
+
+
 def test_a_template_that_refuses_is_a_bad_request() -> None:
     with pytest.raises(BadRequest):
         QWEN.render_prompt([], (), RenderOptions())

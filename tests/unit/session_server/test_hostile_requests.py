@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from typing import Any
@@ -86,3 +87,17 @@ async def test_no_admin_request_is_a_server_error(server: FakeServer) -> None:
     for path in (f"/sessions/{session.session_id}/trajectories?format=xml", "/sessions/%00", "/engines/%2e%2e"):
         async with server.http.get(server.url + path, headers=headers) as response:
             assert 400 <= response.status < 500, path
+
+
+async def test_half_a_body_opens_no_session(server: FakeServer) -> None:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    head = (
+        f"POST /sessions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {server.admin_key}\r\ncontent-length: 50\r\n\r\n"
+    )
+    writer.write(head.encode() + b'{"task_id": ')
+    await writer.drain()
+    await asyncio.sleep(0.1)
+    writer.close()
+    await asyncio.sleep(0.2)
+    assert server.gateway.store.open_sessions == 0

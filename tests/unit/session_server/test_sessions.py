@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+import time
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from server_helpers import ask, post, rows, say, until, user
 
 from tollway.errors import (
@@ -21,6 +24,7 @@ from tollway.errors import (
     NotFound,
     TollwayError,
     Unauthorized,
+    UpstreamError,
     VersionNotReady,
 )
 from tollway.messages import Message, ToolCall, ToolSpec
@@ -92,6 +96,7 @@ async def test_a_token_is_accepted_in_every_form(server: FakeServer) -> None:
 
 async def test_secrets_are_not_stored(server: FakeServer) -> None:
     session = await server.client.create()
+    assert session.token not in repr(session)
     await ask(server, session, [user("hi")])
     secret = session.token.rpartition("_")[2].encode()
     for file in server.config.journal.parent.iterdir():
@@ -146,6 +151,22 @@ async def test_an_expired_session_is_closed_with_its_record(tmp_path: Path) -> N
         status, _ = await post(server, session, {"messages": [user("hi")]})
         assert status == 400
         assert (await server.client.session(session.session_id))["state"] == "closed"
+
+
+async def test_a_close_that_the_journal_refused_can_be_repeated_and_expiry_goes_on(tmp_path: Path) -> None:
+    async with FakeServer(tmp_path) as server:
+        journal, store = server.gateway.journal, server.gateway.store
+        trouble = "CREATE TRIGGER trouble BEFORE UPDATE OF state ON sessions BEGIN SELECT RAISE(ABORT, 'trouble'); END"
+        await journal.write((trouble, ()))
+        one, two = await server.client.create(ttl_s=60), await server.client.create(ttl_s=60)
+        await store.expire(time.time() + 61)
+        assert store.open_sessions == 0
+        with pytest.raises(TollwayError, match="trouble"):
+            await server.client.close(one.session_id)
+        await journal.write(("DROP TRIGGER trouble", ()))
+        await server.client.close(one.session_id)
+        states = dict(await journal.read("SELECT id, state FROM sessions"))
+        assert states == {one.session_id: "closed", two.session_id: "open"}
 
 
 async def test_a_closed_session_keeps_its_record_and_takes_no_turn(server: FakeServer) -> None:
@@ -260,6 +281,8 @@ async def test_a_restarted_server_serves_its_sessions_again(tmp_path: Path) -> N
             await until(lambda: len(server.gateway.router.fleet.serving()) == 2, what="both engines serve")
             session = _moved(session, server.url)
             assert await post(server, session, body, key) == kept
+            status, refused = await post(server, session, {"messages": [user("other")]}, key)
+            assert (status, refused["error"]["param"]) == (400, "idempotency-key")
             told = kept[1]["choices"][0]["message"]
             asked = len(mine.requests)
             await ask(server, session, [user("go"), reply, user("on"), told, user("more")])
@@ -377,6 +400,23 @@ async def test_the_client_raises_the_servers_errors(server: FakeServer) -> None:
         with pytest.raises(EngineLost):
             await nobody.create()
         assert not await nobody.ready()
+
+
+@pytest.mark.parametrize(
+    ("status", "retry_after", "expected"),
+    [(200, "", UpstreamError), (429, "Wed, 21 Oct 2026 07:28:00 GMT", CapacityExceeded)],
+)
+async def test_what_a_proxy_answers_in_between_is_an_error_of_ours(
+    status: int, retry_after: str, expected: type[TollwayError]
+) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(status=status, text="<html>", headers={"retry-after": retry_after})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", page)
+    async with TestServer(app) as proxy, aiohttp.ClientSession() as http:
+        with pytest.raises(expected):
+            await SessionClient(str(proxy.make_url("")), "key", http=http).create()
 
 
 async def test_json_and_binary_exports_say_the_same(server: FakeServer) -> None:

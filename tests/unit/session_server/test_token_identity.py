@@ -368,6 +368,18 @@ async def test_a_retry_with_the_same_key_gets_the_same_bytes(server: FakeServer)
     assert len(await rows(server, session)) == 1
 
 
+async def test_two_requests_with_one_key_share_a_generation_while_the_journal_is_asked(server: FakeServer) -> None:
+    """Both miss the running calls; the second must look again after the journal has answered."""
+    session = await server.client.create()
+    count = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c WHERE n < 3000000) SELECT max(n) FROM c"
+    slow = asyncio.create_task(server.gateway.journal.read(count))  # reads queue behind this one
+    body, key = {"messages": [user("go")]}, {"idempotency-key": "k1"}
+    one, two = await asyncio.gather(post(server, session, body, key), post(server, session, body, key))
+    await slow
+    assert one == two
+    assert len(server.engine.requests) == 1
+
+
 async def test_the_same_body_without_a_key_is_another_sample(server: FakeServer) -> None:
     """Rows 26, 39: siblings, the shared prompt trained nowhere, each reply once."""
     server.engine.script = say([*b"a", 261], [*b"b", 261], [*b"c", 261])

@@ -47,6 +47,10 @@ async def test_a_damaged_latest_falls_back_and_nothing_readable_stops_the_run(tm
     store = CheckpointStore(tmp_path, keep=3)
     for step in (1, 2):
         await store.save(RunState(step=step), write)
+    (tmp_path / "LATEST").write_bytes(b"\xff\x00")
+    found = store.latest()
+    assert found is not None
+    assert found[1].step == 2
     (tmp_path / "step_000002" / "controller.json").write_text("{")
     found = store.latest()
     assert found is not None

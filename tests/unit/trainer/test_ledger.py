@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +84,16 @@ def test_a_file_that_is_no_ledger_stops_the_run(tmp_path: Path) -> None:
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(ComponentLost, match="move it away"):
         Ledger(path)
+
+
+def test_a_ledger_that_breaks_during_the_run_stops_it(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.issue(0)
+        other = sqlite3.connect(path)
+        other.execute("DROP TABLE prompts")
+        other.close()
+        calls = (lambda: ledger.issue(1), lambda: ledger.settle([0], [], step=1), ledger.counts, ledger.next_index)
+        for broken in calls:
+            with pytest.raises(ComponentLost, match="ledger"):
+                broken()

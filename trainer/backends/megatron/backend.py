@@ -7,7 +7,6 @@ normalisation. Import only after ``shims.apply``; depends on ``model``, ``conver
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,24 +17,23 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from numpy.typing import NDArray
 
-from tollway.trainer.backends.base import BackendSpec, TrainBackend
+from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.megatron import checkpoint, convert
 from tollway.trainer.backends.megatron.model import build_model, join_process_group, sort_options, transformer_config
 from tollway.trainer.backends.microbatch import MicroBatch
-from tollway.trainer.backends.objective import accumulate, score_rows
+from tollway.trainer.backends.objective import MicroBatchedBackend
 from tollway.trainer.backends.shape import ModelShape, check_names
-from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
+from tollway.trainer.batch import Batch, OptimizerSettings
 
 __all__ = ["MegatronBackend"]
 
 
-class MegatronBackend(TrainBackend):
+class MegatronBackend(MicroBatchedBackend):
     """A whole model on one rank."""
 
     def __init__(self, spec: BackendSpec, shape: ModelShape, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(spec, shape)
         join_process_group(spec.seed)
-        self._shape = shape
-        self._max_tokens = spec.micro_batch_tokens
         self._options = sort_options(spec.options or {})
         config = transformer_config(shape, self._options.model)
         ddp = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": False}
@@ -45,26 +43,6 @@ class MegatronBackend(TrainBackend):
         self._params = dict(self._ddp.module.named_parameters())
         self.load_weights(weights)
         self.reset_optimizer(spec.optimizer)
-
-    def score(self, batch: Batch) -> tuple[NDArray[np.float32], ...]:
-        """See ``TrainBackend``."""
-        return score_rows(batch.rows, self._logprobs, self._max_tokens)
-
-    def step(self, batch: Batch, *, lr: float) -> StepReport:
-        """See ``TrainBackend``."""
-        started, cpu = time.perf_counter(), time.process_time()
-        loss, logprobs = self._backward(batch)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr * group["lr_mult"]
-            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
-        _, norm, _ = self._optimizer.step()
-        return StepReport(
-            loss=loss,
-            grad_norm=float(norm),
-            logprobs=logprobs,
-            seconds=time.perf_counter() - started,
-            cpu_seconds=time.process_time() - cpu,
-        )
 
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
         """See ``TrainBackend``."""
@@ -113,9 +91,16 @@ class MegatronBackend(TrainBackend):
     def _backward(self, batch: Batch) -> tuple[float, tuple[NDArray[np.float32], ...]]:
         self._ddp.zero_grad_buffer()
         self._optimizer.zero_grad()
-        result = accumulate(batch.rows, batch.objective, self._logprobs, self._max_tokens)
+        result = self._accumulate(batch)
         finalize_model_grads([self._ddp])
         return result
+
+    def _update(self, lr: float) -> float:
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr * group["lr_mult"]
+            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
+        _, norm, _ = self._optimizer.step()
+        return float(norm)
 
     def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
         device = next(iter(self._params.values())).device

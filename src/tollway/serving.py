@@ -1,0 +1,57 @@
+"""How a serving process and its owner meet: take a port, say ready in one line, read that line.
+
+The line is JSON on stdout, ``{"event": "ready", "url", "pid"}``. Owns neither the server nor the process;
+depends on ``errors`` only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+
+from tollway.errors import ConfigError
+
+__all__ = ["announce", "listen", "read_ready"]
+
+
+def listen(host: str, port: int, *, key: str) -> socket.socket:
+    """Bind and listen, before anything slow, so that a taken port is known at once.
+
+    ``key`` names the setting that a ``ConfigError`` tells to change.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror}; set {key} to a free port, or 0 for any"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def announce(listener: socket.socket) -> None:
+    """Write the ready line. Call it when requests are accepted, and write nothing else to stdout."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    line = {"event": "ready", "url": f"http://{shown}:{port}", "pid": os.getpid()}
+    sys.stdout.write(json.dumps(line) + "\n")
+    sys.stdout.flush()
+
+
+def read_ready(line: bytes) -> str:
+    """The URL that a ready line names. Raises ``ValueError`` for any other line.
+
+    >>> read_ready(b'{"event": "ready", "url": "http://127.0.0.1:1", "pid": 2}')
+    'http://127.0.0.1:1'
+    """
+    said = json.loads(line)
+    if not isinstance(said, dict) or said.get("event") != "ready" or "url" not in said:
+        raise ValueError(f"no ready line: {line[:200]!r}")
+    return str(said["url"])

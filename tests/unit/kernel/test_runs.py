@@ -1,0 +1,53 @@
+"""What a run does with the directory of another."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tollway.cli import main
+from tollway.errors import ConfigError
+from tollway.notes import Notes, locked
+from tollway.runs import move_aside
+
+
+def test_a_fresh_start_moves_an_old_run_aside_and_never_a_running_one(tmp_path: Path) -> None:
+    run_dir = tmp_path / "demo"
+    move_aside(run_dir)
+    assert not run_dir.exists()
+    with locked(run_dir):
+        (run_dir / "ledger.sqlite").write_text("mine")
+        with pytest.raises(ConfigError, match="another process"):
+            move_aside(run_dir)
+        assert (run_dir / "ledger.sqlite").read_text() == "mine"
+    move_aside(run_dir)
+    assert not run_dir.exists()
+    assert (tmp_path / "demo.1" / "ledger.sqlite").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "damage", [{"evaluations": {"before": 5}}, {"evaluations": []}, {"phases": {"start": None}}, {"phases": 5}]
+)
+def test_damaged_notes_are_told_at_the_start_and_not_at_the_end_of_a_run(
+    tmp_path: Path, damage: dict[str, object]
+) -> None:
+    whole: dict[str, object] = {"evaluations": {"before": {"reward": 0.5}}, "phases": {"start": 1.0}}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**whole, "tokens_generated": 1, "wall_s": 1.0}))
+    assert Notes(path).evaluations["before"] == {"reward": 0.5}
+    path.write_text(json.dumps({**whole, "tokens_generated": 1, "wall_s": 1.0, **damage}))
+    with pytest.raises(ConfigError, match="not readable"):
+        Notes(path)
+
+
+def test_a_full_disk_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("tollway.runs.train", full)
+    assert main(["train", "--set", "model.path=/nowhere"]) == 1
+    assert "make room" in capsys.readouterr().err

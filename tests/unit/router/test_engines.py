@@ -1,0 +1,34 @@
+"""What an engine says beside its replies: whatever it is, it ends no probe and breaks no answer."""
+
+from __future__ import annotations
+
+import aiohttp
+import numpy as np
+import orjson
+import pytest
+
+from tollway.errors import ContextLengthExceeded
+from tollway.records import Sampling
+from tollway.router.engines import EngineClient, GenerateCall
+from tollway.router.fake import FakeEngine, FakeReply
+from tollway.session_server.http import error_body
+
+CALL = GenerateCall(rid="r", input_ids=np.array([1, 2], np.int32), sampling=Sampling(max_new_tokens=1), routing_key="k")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("evicted 12\n", 12.0), ('evicted{a="b"} 1.5e+03\nevicted{a="c"} 1\n', 1501.0), ("evicted 1.2.3\n", None)],
+)
+async def test_a_series_that_is_no_number_is_no_series(text: str, value: float | None) -> None:
+    async with FakeEngine() as engine, aiohttp.ClientSession() as http:
+        engine.metrics_text = text
+        assert await EngineClient(engine.url, http).metric("evicted") == value
+
+
+async def test_an_absurd_context_length_in_an_error_is_not_believed() -> None:
+    async with FakeEngine() as engine, aiohttp.ClientSession() as http:
+        engine.script = lambda _: FakeReply([1], status=400, error="longer than the context length 99" + "9" * 50)
+        with pytest.raises(ContextLengthExceeded) as caught:
+            await EngineClient(engine.url, http).generate(CALL)
+        assert orjson.loads(error_body(caught.value))["error"]["limit"] == 0

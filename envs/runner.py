@@ -40,6 +40,7 @@ __all__ = ["EpisodeRunner"]
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _RETRY_DELAY_S = 0.2
+_BEATS_PER_TTL = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ class _SessionModel:
 async def _heartbeat(sandbox: Sandbox, ttl_s: float) -> None:
     """Keep a sandbox alive while its agent works: a short TTL ends it soon when we die, not when we are slow."""
     while True:
-        await asyncio.sleep(ttl_s / 3)
+        await asyncio.sleep(ttl_s / _BEATS_PER_TTL)
         try:
             await sandbox.extend(ttl_s)
         except SandboxGone:

@@ -106,6 +106,8 @@ class FakeEngine:
         self.health_calls = 0
         self.most_health_calls = 0
         """Most probes that were outstanding at once."""
+        self.model_info_calls = 0
+        """How often somebody asked for the version that it serves."""
         self.metrics_text = ""
         self.control_status: dict[str, int] = {}
         """Path -> status that a control call answers."""
@@ -318,6 +320,7 @@ class FakeEngine:
         return web.Response(status=self.health_status)
 
     async def _model_info(self, http: web.Request) -> web.Response:
+        self.model_info_calls += 1
         info: dict[str, object] = {"model_path": "fake", "weight_version": self.version}
         if self.route_shape is not None:
             info |= {"num_hidden_layers": self.route_shape[0], "num_experts_per_tok": self.route_shape[1]}

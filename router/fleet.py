@@ -49,6 +49,8 @@ class Engine:
     page_size: int = 1
     max_total_tokens: int | None = None
     flush_epoch: int = 0
+    flushed: bool = False
+    """It was flushed and has no new version since."""
     flushed_versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=4096))
     """Versions whose refit dropped the prefix cache, oldest first."""
     evicted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
@@ -65,6 +67,17 @@ class Engine:
     def flushed_since(self, version: PolicyVersion, upto: PolicyVersion) -> bool:
         """Whether a refit to a version in (``version``, ``upto``] dropped the cache."""
         return any(version < flushed <= upto for flushed in self.flushed_versions)
+
+    def refitted(self, version: PolicyVersion | None, *, flushed: bool) -> None:
+        """Note a flush, a new version, or both; a flush belongs to the version that comes with or after it."""
+        if flushed:
+            self.flush_epoch += 1
+            self.flushed = True
+        if version is not None:
+            self.version = version
+            if self.flushed:
+                self.flushed_versions.append(version)
+            self.flushed = False
 
     def describe(self) -> dict[str, object]:
         """JSON form for ``GET /engines``."""

@@ -118,13 +118,13 @@ class Router:
             out.append(row)
         return out
 
-    def note_refit(self, engine_id: str, version: PolicyVersion, *, flushed: bool) -> Engine:
-        """The trainer gave an engine new weights. Called between flush and continue."""
+    def note_refit(self, engine_id: str, version: PolicyVersion | None, *, flushed: bool) -> Engine:
+        """The trainer flushed an engine, gave it new weights, or both; called before the engine continues.
+
+        ``version`` is ``None`` while the engine has the weights that it had: whether new ones come is not known yet.
+        """
         engine = self.fleet.get(engine_id)
-        engine.version = version
-        if flushed:
-            engine.flush_epoch += 1
-            engine.flushed_versions.append(version)
+        engine.refitted(version, flushed=flushed)
         return engine
 
     def context_length(self) -> int | None:

@@ -119,7 +119,8 @@ class ServerProcess:
             self._signal(signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._process.wait(), grace_s)
-        self._signal(signal.SIGKILL)
+        if self._process.returncode is None or self._survivors():
+            self._signal(signal.SIGKILL)
         await self._process.wait()
         if self._drain is not None:
             await asyncio.gather(self._drain, return_exceptions=True)
@@ -127,6 +128,21 @@ class ServerProcess:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+    def _survivors(self) -> bool:
+        """Whether members of the child's group outlived it, once it is reaped.
+
+        The kernel gives its number to nobody while the group has members: a process that has it as its pid
+        is a stranger, and so is that process's group.
+        """
+        ours = False
+        for entry in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                _, _, group, session = entry.read_text("utf-8", "replace").rpartition(")")[2].split()[:4]
+                if entry.parent.name == str(self.pid):
+                    return False
+                ours = ours or int(group) == int(session) == self.pid
+        return ours
 
     async def _read_ready(self) -> None:
         stdout = self._stdout()

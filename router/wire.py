@@ -25,6 +25,8 @@ __all__ = ["GenerateCall", "GenerateDelta", "GenerateReply", "Json", "encode_cal
 Json = Mapping[str, object]
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_ROUNDING = 1e-3
+"""How far above 0 a log-probability may come to lie by rounding."""
 _ONLY_INT = frozenset({int})
 _NUMBER = frozenset({int, float, type(None)})
 """JSON has no NaN: an engine that has one sends null."""
@@ -141,6 +143,9 @@ def parse_reply(call: GenerateCall, reply: Json, *, route_shape: tuple[int, int]
     completion = int_of(meta, "completion_tokens")
     if completion != sampled:
         raise UpstreamError(f"engine says {completion} completion tokens and sent {sampled} output ids")
+    most = call.sampling.max_new_tokens
+    if most is not None and sampled > most:
+        raise UpstreamError(f"engine sent {sampled} output ids, {most} were asked for")
     finish, matched = _finish(meta)
     # A stock server leaves the facts of the prefill out when the request waited as it was aborted.
     waited = finish == "abort" and "prompt_tokens" not in meta
@@ -205,6 +210,9 @@ def logprobs_of(meta: Json, ids: Ids) -> NDArray[np.float32]:
         raise UpstreamError(f"engine sent {count} output logprobs that are not [number, id, text]") from None
     if not np.isfinite(values).all():
         raise UpstreamError(f"engine sent a non-finite logprob at output token {int(np.argmin(np.isfinite(values)))}")
+    if (values > _ROUNDING).any():
+        at = int(np.argmax(values))
+        raise UpstreamError(f"engine sent logprob {float(values[at])} at output token {at}: no probability exceeds 1")
     if not np.array_equal(named, ids):
         at = int(np.argmax(named != ids))
         raise UpstreamError(f"output logprob {at} is of id {int(named[at])}, output id is {int(ids[at])}")

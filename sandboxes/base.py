@@ -19,7 +19,9 @@ from typing import ClassVar, Literal, TypeVar
 
 from tollway.errors import (
     BadRequest,
+    CapabilityMissing,
     CapacityExceeded,
+    CreateFailed,
     RateLimited,
     SandboxError,
     SandboxGone,
@@ -28,7 +30,6 @@ from tollway.sandboxes.config import SandboxConfig
 
 __all__ = [
     "CAPABILITIES",
-    "CapabilityMissing",
     "Command",
     "ExecResult",
     "Sandbox",
@@ -42,12 +43,6 @@ T = TypeVar("T")
 
 CAPABILITIES = frozenset({"snapshot", "pause", "fork", "public_network", "network_hosts", "stderr", "user", "attach"})
 """Names that ``SandboxProvider.caps`` may hold."""
-
-
-class CapabilityMissing(SandboxError):
-    """The provider cannot do this at all; ``SandboxProvider.caps`` says so beforehand."""
-
-    code, status, retryable = "sandbox_capability_missing", 400, False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,10 +295,10 @@ class SandboxProvider(ABC):
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """A fresh sandbox with ``spec.files`` in it.
 
-        Waits for a free place. Retryable failures are tried again ``create_attempts`` times in all. Raises
-        ``CapacityExceeded`` after ``create_timeout_s``, ``BadImage`` and ``SandboxUnavailable`` at once,
-        ``CreateFailed`` otherwise. A cancelled call leaves nothing: a create that cannot be stopped is
-        finished in the background and killed.
+        Waits for a free place. Retryable failures are tried again ``create_attempts`` times in all. After
+        ``create_timeout_s`` raises ``CapacityExceeded`` when no place came free, else ``CreateFailed``;
+        ``BadImage`` and ``SandboxUnavailable`` at once. A call that is cancelled or out of time leaves
+        nothing: a create that cannot be stopped is finished in the background and killed.
         """
         if self._closed:
             raise SandboxError(f"provider {self.name} is closed")
@@ -312,11 +307,17 @@ class SandboxProvider(ABC):
         await self._acquire_place(deadline)
         making = self.own(self._create_retrying(spec, deadline))
         try:
-            return await asyncio.shield(making)
+            await asyncio.wait([making], timeout=deadline - time.monotonic())
         except asyncio.CancelledError:
-            if not (making.done() and (making.cancelled() or making.exception())):
-                self.own(self._discard(making))
+            self.own(self._discard(making))
             raise
+        if not making.done():
+            self.own(self._discard(making))
+            raise CreateFailed(
+                f"provider {self.name} made no sandbox within {self.config.create_timeout_s} s; raise "
+                "sandbox.create_timeout_s if it is only slow"
+            )
+        return making.result()
 
     async def attach(self, sandbox_id: str) -> Sandbox:
         """The live sandbox of that id, or ``SandboxGone``."""
@@ -399,6 +400,8 @@ class SandboxProvider(ABC):
                 try:
                     async with self._spawning:
                         await self._pace()
+                        if time.monotonic() > deadline:
+                            raise CreateFailed("nobody waits for this sandbox any more")
                         sandbox = await self._create(spec)
                     break
                 except SandboxError as error:

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from tollway.errors import BadRequest, SandboxGone
-from tollway.sandboxes.base import CapabilityMissing, Sandbox, SandboxProvider, SandboxSpec
+from tollway.errors import BadRequest, CapabilityMissing, SandboxGone
+from tollway.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 
 __all__ = ["CHECKS", "Check", "Nonconformance", "Outcome", "run"]
 

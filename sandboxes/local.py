@@ -16,7 +16,7 @@ import secrets
 from pathlib import Path
 from typing import ClassVar
 
-from tollway.errors import BadImage, BadRequest, SandboxUnavailable
+from tollway.errors import BadImage, BadRequest, SandboxError, SandboxUnavailable
 from tollway.sandboxes.base import Command, ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from tollway.sandboxes.bwrap import WORKSPACE, base_options, command_options, encode
 from tollway.sandboxes.config import SandboxConfig
@@ -201,5 +201,7 @@ class LocalSandbox(Sandbox):
         await asyncio.gather(*running, return_exceptions=True)
         try:
             await asyncio.to_thread(remove_tree, self._workspace)
-        finally:
-            self._local.released(self._uid)
+        except OSError as error:
+            # Its uid stays taken: the files that are left belong to it.
+            raise SandboxError(f"cannot remove the workspace {self._workspace}: {error}") from error
+        self._local.released(self._uid)

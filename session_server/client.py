@@ -194,8 +194,8 @@ class SessionClient:
         """Register an engine; it serves once its weight version is confirmed."""
         return await self._call("POST", "/engines", {"url": url})
 
-    async def refit(self, engine_id: str, version: int, *, flushed: bool) -> None:
-        """Tell the server that an engine got new weights, between the flush and the continue."""
+    async def refit(self, engine_id: str, version: int | None, *, flushed: bool) -> None:
+        """Tell the server, before the engine continues, that it was flushed, has a new version, or both."""
         await self._call("POST", f"/engines/{engine_id}/refit", {"version": version, "flushed": flushed})
 
     async def ready(self) -> bool:

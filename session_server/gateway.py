@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from contextlib import AsyncExitStack
 
 from tollway.router.config import RouterConfig
 from tollway.router.service import Router
@@ -41,40 +42,41 @@ class Gateway:
         self.journal = Journal(config.journal, max_bytes=config.journal_max_bytes)
         self._router_config = router_config
         self._engine_urls = engine_urls
-        self._sweeper: asyncio.Task[None] | None = None
+        self._parts = AsyncExitStack()
+        """Releases what ``start`` has taken, latest first."""
         self._started = False
 
     async def start(self) -> None:
-        """Open the journal, start watching engines, take over open sessions. Idempotent.
+        """Open the journal, start watching engines, take over open sessions. Idempotent; all or nothing.
 
         Raises ``ConfigError`` (journal) and, when configured to wait for engines, ``NoEngine``.
         """
         if self._started:
             return
         self._started = True
-        await self.journal.open()
-        self.router = Router(self._router_config)
-        for url in self._engine_urls:
-            self.router.add_engine(url)
-        self.store = SessionStore(self.config, self.journal, self.router)
-        await self.store.start()
-        turns = Turns(self.config, self.family, self.router, self.journal)
-        self.chat = ChatApi(self.config, self.family, turns, self.journal)
-        self._sweeper = asyncio.get_running_loop().create_task(self.store.sweep(), name="session sweep")
-        if self.config.engine_wait_s > 0:
-            await self.router.wait_ready(self.config.engine_wait_s)
+        async with AsyncExitStack() as parts:
+            parts.push_async_callback(self.journal.aclose)
+            await self.journal.open()
+            self.router = await parts.enter_async_context(Router(self._router_config))
+            for url in self._engine_urls:
+                self.router.add_engine(url)
+            self.store = SessionStore(self.config, self.journal, self.router)
+            parts.push_async_callback(self.store.stop)
+            await self.store.start()
+            turns = Turns(self.config, self.family, self.router, self.journal)
+            self.chat = ChatApi(self.config, self.family, turns, self.journal)
+            sweeper = asyncio.get_running_loop().create_task(self.store.sweep(), name="session sweep")
+            parts.push_async_callback(_end, sweeper)
+            if self.config.engine_wait_s > 0:
+                await self.router.wait_ready(self.config.engine_wait_s)
+            self._parts = parts.pop_all()
 
     async def stop(self) -> None:
         """Abort what runs, commit what is done, close everything. Idempotent."""
         if not self._started:
             return
         self._started = False
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            await asyncio.gather(self._sweeper, return_exceptions=True)
-            await self.store.stop()
-            await self.router.aclose()
-        await self.journal.aclose()
+        await self._parts.aclose()
 
     async def session_of_token(self, token: str | None) -> Session:
         """The session that a token names and opens. Raises ``Unauthorized``, the same for every reason."""
@@ -98,3 +100,8 @@ class Gateway:
     def is_admin(self, token: str | None) -> bool:
         """Whether this is the admin key."""
         return auth.is_admin(token, self.admin_key)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

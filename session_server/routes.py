@@ -77,7 +77,8 @@ class EngineBody(_Body):
 class RefitBody(_Body):
     """``POST /engines/{id}/refit``"""
 
-    version: int = Field(ge=0)
+    version: int | None = Field(ge=0)
+    """``None``: it was flushed and has the weights that it had."""
     flushed: bool
 
 
@@ -263,7 +264,7 @@ async def drain_engine(engine_id: str, gateway: Admin) -> Response:
 
 @router.post("/engines/{engine_id}/refit")
 async def refit(request: Request, engine_id: str, gateway: Admin) -> Response:
-    """New weights and, when flushed, an empty cache; called between flush and continue."""
+    """An empty cache, new weights, or both; called before the engine continues."""
     body = await _body(request, gateway, RefitBody)
     return _json(gateway.router.note_refit(engine_id, body.version, flushed=body.flushed).describe())
 

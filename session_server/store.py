@@ -59,6 +59,7 @@ class SessionStore:
             session = await self._load(str(row[0]))
             if session is not None:
                 self._open[session.session_id] = session
+                self._restore_pin(session)
         metrics.SESSIONS.set(len(self._open))
         if rows:
             logger.info("%d open sessions taken over from %s", len(rows), self._journal.path)
@@ -115,13 +116,9 @@ class SessionStore:
             return session
         task = self._loading.get(session_id)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._load(session_id))
+            task = asyncio.get_running_loop().create_task(self._recall(session_id))
             self._loading[session_id] = task
-            task.add_done_callback(lambda _: self._loading.pop(session_id, None))
-        session = await asyncio.shield(task)
-        if session is not None and session_id not in self._open:
-            self._remember(session)
-        return session
+        return await asyncio.shield(task)
 
     async def reward(self, session: Session, outcome: Outcome) -> None:
         """Record the verdict once; the same one again is fine, another is ``Conflict``."""
@@ -160,6 +157,9 @@ class SessionStore:
         await self._journal.write(
             ("DELETE FROM turns WHERE session_id=?", (session_id,)), ("DELETE FROM sessions WHERE id=?", (session_id,))
         )
+        # A load beside the erasure may have found the record, or be about to.
+        self._loading.pop(session_id, None)
+        self._closed.pop(session_id, None)
 
     async def stop(self) -> None:
         """End every running call; what is committed stays."""
@@ -190,13 +190,30 @@ class SessionStore:
             nodes[node.number] = node
             session.forest.add(node)
             session.next_number = node.number + 1
-        last = session.forest.last
-        if last is not None and session.state == "open":
-            longest = max(node.length for node in nodes.values())
-            self._router.restore_session(
-                session_id, last.record.engine_id, group=session.group_id, resident_tokens=longest
-            )
         return session
+
+    async def _recall(self, session_id: str) -> Session | None:
+        """A session that is not in memory any more; ``None`` when it was deleted while it was read."""
+        mine = asyncio.current_task()
+        try:
+            session = await self._load(session_id)
+            if session is None or self._loading.get(session_id) is not mine:
+                return None
+            # All open sessions are in memory; the journal of one that is being closed or deleted lags behind.
+            session.state = "closed"
+            self._remember(session)
+            return session
+        finally:
+            if self._loading.get(session_id) is mine:
+                del self._loading[session_id]
+
+    def _restore_pin(self, session: Session) -> None:
+        last = session.forest.last
+        if last is not None:
+            longest = max(node.length for node in session.forest.nodes.values())
+            self._router.restore_session(
+                session.session_id, last.record.engine_id, group=session.group_id, resident_tokens=longest
+            )
 
     def _remember(self, session: Session) -> None:
         self._closed[session.session_id] = session

@@ -108,6 +108,9 @@ class Turns:
         except TollwayError as error:
             metrics.TURNS.labels(error.code).inc()
             raise
+        except (asyncio.CancelledError, GeneratorExit):
+            metrics.TURNS.labels("cancelled").inc()
+            raise
         metrics.TURNS.labels("ok").inc()
         metrics.SAMPLED.inc(int(outcome.record.sampled_ids.size))
         yield outcome

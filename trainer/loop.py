@@ -97,6 +97,11 @@ class _Run:
         await self._backend.reset_optimizer(optimizer_settings(self._config.optimizer))
         if found:
             await self._backend.load(found[0])
+        if self.step and not self._ledger.next_index():
+            raise ComponentLost(
+                f"checkpoint of step {self.step} without its prompt ledger in {self._dir}: which prompts were trained "
+                "is lost; restore ledger.sqlite, or start a new run directory"
+            )
         self._ledger.take_back(self.step)
         self._shelve_covered()
         self.rollouts = Rollouts(

@@ -69,7 +69,7 @@ class Fleet:
     def refit(self, settings: Settings) -> Refit:
         """The way of weights into the engine; the session server hears of every flush before it can matter."""
 
-        async def notify(_url: str, version: int, flushed: bool) -> None:
+        async def notify(_url: str, version: int | None, flushed: bool) -> None:
             await self.sessions.refit(self.engine_id, version, flushed=flushed)
 
         trainer = settings.trainer
@@ -172,15 +172,20 @@ async def open_fleet(settings: Settings, model: Path, *, journal: Path) -> Async
             env=one_thread,
         )
         stack.push_async_callback(engine.stop)
-        server = await ServerProcess.start(
-            [
-                *(*tollway, "serve", "-c", str(shown), "--engine", engine.url),
-                *("--set", f"server.journal={json.dumps(str(journal))}", "--set", "server.engine_wait_s=30.0"),
-            ],
-            name="session server",
-            log=logs / "server.log",
-            env=one_thread | {ADMIN_KEY_VARIABLE: key},
-        )
+        try:
+            server = await ServerProcess.start(
+                [
+                    *(*tollway, "serve", "-c", str(shown), "--engine", engine.url),
+                    *("--set", f"server.journal={json.dumps(str(journal))}", "--set", "server.engine_wait_s=30.0"),
+                ],
+                name="session server",
+                log=logs / "server.log",
+                env=one_thread | {ADMIN_KEY_VARIABLE: key},
+            )
+        except ComponentLost:
+            if engine.returncode is not None:
+                raise engine.lost() from None  # the server's complaint is only that nobody answers
+            raise
         stack.push_async_callback(server.stop)
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
         http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))

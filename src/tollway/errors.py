@@ -11,6 +11,7 @@ from __future__ import annotations
 __all__ = [
     "BadImage",
     "BadRequest",
+    "CapabilityMissing",
     "CapacityExceeded",
     "ComponentLost",
     "ConfigError",
@@ -211,6 +212,12 @@ class SandboxUnavailable(SandboxError):
     """This machine cannot run this provider at all (no bubblewrap, no user namespaces, ...)."""
 
     code, retryable = "sandbox_unavailable", False
+
+
+class CapabilityMissing(SandboxError):
+    """The provider cannot do this at all; ``SandboxProvider.caps`` says so beforehand."""
+
+    code, status, retryable = "sandbox_capability_missing", 400, False
 
 
 class EpisodeFailed(TollwayError):

@@ -57,8 +57,24 @@ class Notes:
         """Wall seconds by phase, all processes of the run together."""
         self.tokens_generated = 0
         """Sampled tokens of every episode, evaluations and probes included."""
+        self.identity: dict[str, object] = {}
+        """The settings that make it this run; empty until it is claimed."""
         if path.is_file():
             self._load()
+
+    def claim(self, identity: dict[str, object]) -> None:
+        """Make this the run with these settings. Raises ``ConfigError`` when it was started with others.
+
+        With another seed, say, the prompts that its ledger counts would be other tasks.
+        """
+        for key, value in identity.items():
+            if key in self.identity and self.identity[key] != value:
+                raise ConfigError(
+                    f"{self._path.parent} was started with {key} = {self.identity[key]!r}, now it is {value!r}; "
+                    "choose another run.dir, or start over with --fresh"
+                )
+        self.identity = identity
+        self.save()
 
     @property
     def wall_s(self) -> float:
@@ -81,6 +97,7 @@ class Notes:
             "phases": self.phases,
             "tokens_generated": self.tokens_generated,
             "wall_s": self.wall_s,
+            "identity": self.identity,
         }
         write_file(self._path, json.dumps(body, indent=1).encode())
 
@@ -91,6 +108,7 @@ class Notes:
             self.phases = {str(name): float(seconds) for name, seconds in body["phases"].items()}
             self.tokens_generated = int(body["tokens_generated"])
             self._wall_before_s = float(body["wall_s"])
+            self.identity = dict(body["identity"])
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(
                 f"{self._path} is not readable ({error}); move it away, or start over with --fresh"

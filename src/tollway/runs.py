@@ -113,10 +113,15 @@ class _Training:
         settings = self._settings
         store = CheckpointStore(self._dir / "checkpoints", keep=settings.trainer.checkpoints_kept)
         found = store.latest()
+        self._notes.claim(_identity(settings))
         done = read_summary(self._dir)
         if found is not None and done is not None and done.steps >= settings.trainer.steps:
             self._start("finished before", "nothing to do; --fresh starts over, a larger trainer.steps goes on")
             return done
+        if done is not None:
+            # A finished run goes on: what was measured at its end is no longer at the end.
+            for name in ("after", "blank_tools"):
+                self._notes.evaluations.pop(name, None)
         model = app.base_model(settings)
         async with AsyncExitStack() as stack:
             self._start("start", "engine, session server, training process")
@@ -188,6 +193,19 @@ class _Training:
 
     def _start(self, name: str, detail: str) -> None:
         self._report(PhaseStarted(name, detail))
+
+
+def _identity(settings: Settings) -> dict[str, object]:
+    """What may not change while a run goes on."""
+    fresh = settings.model.fresh
+    return {
+        "run.seed": settings.run.seed,
+        "model.path": settings.model.path,
+        "model.fresh": fresh.model_dump(mode="json") if fresh is not None else None,
+        "env.name": settings.env.name,
+        "server.family": settings.server.family,
+        "trainer.backend": settings.trainer.backend,
+    }
 
 
 async def _evaluate_checkpoint(settings: Settings, *, blank_tools: bool) -> Evaluation:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -30,6 +31,7 @@ from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
 __all__ = ["BackendProxy"]
 
 _TAIL_LINES = 20
+_TAIL_BYTES = 8192
 _STOP_S = 5.0
 
 
@@ -170,11 +172,20 @@ class BackendProxy:
                     f"the training process did not answer {method} within {self._timeout_s:.0f} s and was ended; "
                     f"raise trainer.backend_timeout_s if it was only slow{self._tail()}"
                 )
-            return cast("tuple[str, object]", pipe.recv())
+            answer = pipe.recv_bytes()
         except (EOFError, OSError) as error:
             raise TrainerLost(f"the training process died during {method}{self._fate()}{self._tail()}") from error
         finally:
             self._busy = False
+        try:
+            kind, value = pickle.loads(answer)  # noqa: S301 - from the process that we started
+        except Exception as error:
+            # Unpickling runs constructors, which raise what they like.
+            raise TrainerLost(
+                f"the training process answered {method} with {len(answer)} bytes that cannot be read: "
+                f"{type(error).__name__}: {error}{self._tail()}"
+            ) from error
+        return kind, value
 
     def _fate(self) -> str:
         process = self._process
@@ -188,7 +199,9 @@ class BackendProxy:
     def _tail(self) -> str:
         """Last lines of the process's log, for the error message."""
         try:
-            lines = self._log_path.read_bytes()[-8192:].decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
+            with self._log_path.open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+                lines = log.read(_TAIL_BYTES).decode("utf-8", "replace").splitlines()[-_TAIL_LINES:]
         except OSError:
             return ""
         return "".join(f"\n  {line}" for line in ["; its last lines:", *lines]) if lines else ""

@@ -1,7 +1,8 @@
 """Refit sessions: new weights into engines that keep serving.
 
-pause -> flush (not in_place) -> tell the session server -> begin -> buckets -> end -> version -> continue, per
-engine. Whatever fails, the engine goes on with whole weights or is quarantined; nothing stays half-paused.
+pause -> flush and tell the session server (not in_place) -> begin -> buckets -> end -> version -> tell the
+session server -> continue, per engine. It hears of a flush whatever follows, and of a version only once the
+engine has it. Whatever fails, the engine goes on with whole weights or is quarantined; nothing stays half-paused.
 Owns no generation. Talks through the router's engine clients; imports no torch.
 """
 
@@ -21,8 +22,9 @@ __all__ = ["Notify", "PauseMode", "Refit", "RefitReport", "RefitTarget"]
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["retract", "in_place", "abort"]
-Notify = Callable[[str, int, bool], Awaitable[None]]
-"""(engine url, version, flushed): told while the engine is paused, so that no call is misattributed."""
+Notify = Callable[[str, int | None, bool], Awaitable[None]]
+"""(engine url, version that it now has, flushed): told while the engine is paused, so that no call is
+misattributed. (url, None, True) after a flush, (url, version, False) once the weights are stamped."""
 
 
 class RefitTarget(Protocol):
@@ -116,8 +118,7 @@ class Refit:
                 await self._end_stale_session(engine)
             if flushes:
                 await self._bounded(engine, "flush", engine.flush_cache())
-            if self._notify is not None:
-                await self._bounded(engine, "session server", self._notify(engine.url, version, flushes))
+                await self._tell(engine, None, flushed=True)
             await self._bounded(engine, "begin", engine.begin_weight_update())
             self._half_open.add(engine.url)
             touched = True
@@ -127,12 +128,17 @@ class Refit:
             self._half_open.discard(engine.url)
             await self._bounded(engine, "version", engine.set_weight_version(version))
             whole = True
+            await self._tell(engine, version, flushed=False)
             await self._bounded(engine, "continue", engine.resume())
         except BaseException:
             # Old weights, or new ones under their version, may serve; a mixture may not.
             await self._release(engine, serve=whole or not touched)
             raise
         return time.perf_counter() - started
+
+    async def _tell(self, engine: RefitTarget, version: int | None, *, flushed: bool) -> None:
+        if self._notify is not None:
+            await self._bounded(engine, "session server", self._notify(engine.url, version, flushed))
 
     async def _release(self, engine: RefitTarget, *, serve: bool) -> None:
         """Let the engine go on, or end its requests so that nobody waits for a paused engine."""

@@ -8,6 +8,7 @@ from collections import deque
 import pytest
 from episode_helpers import ScriptedSessions, calls, repair, request, runner, script
 
+from tollway.envs import runner as runner_module
 from tollway.envs.evaluate import evaluate, summarise, wilson
 from tollway.envs.micro_swe.projects import project_at
 from tollway.envs.micro_swe.rules import RULES
@@ -266,19 +267,31 @@ async def test_an_overflowing_context_truncates_the_episode_instead_of_failing_i
         assert rollout.reward is None
 
 
-async def test_a_heartbeat_keeps_a_slow_agents_sandbox_alive_beyond_its_ttl() -> None:
+async def test_a_heartbeat_moves_the_end_of_a_slow_agents_sandbox_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Beats come thick and the life is long: no stall of this machine can end the sandbox."""
+    monkeypatch.setattr(runner_module, "_BEATS_PER_TTL", 30_000)
     sessions = ScriptedSessions(script(calls(("run", {})), calls(("run", {})), calls(("submit", {}))))
     chat = sessions.chat
+    ends: list[float] = []
 
     async def slow(*arguments: object) -> object:
-        await asyncio.sleep(0.3)
+        (info,) = await provider.list()
+        sandbox = await provider.attach(info.id)
+        before = sandbox.expires_at
+        async with asyncio.timeout(20):
+            while sandbox.expires_at <= before:
+                await asyncio.sleep(0.005)
+        ends.append(sandbox.expires_at)
         return await chat(*arguments)  # type: ignore[arg-type]
 
     sessions.chat = slow  # type: ignore[method-assign,assignment]
     async with _fake() as provider:
-        (rollout,) = (await runner(sessions, provider, sandbox_ttl_s=0.3).run_group(request())).rollouts
+        (rollout,) = (await runner(sessions, provider, sandbox_ttl_s=300).run_group(request())).rollouts
         assert rollout.error is None
         assert rollout.facts["runs"] == 2.0
+        assert len(ends) == 3
         await _left_clean(provider, sessions)
 
 

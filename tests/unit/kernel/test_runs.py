@@ -37,9 +37,9 @@ def test_damaged_notes_are_told_at_the_start_and_not_at_the_end_of_a_run(
 ) -> None:
     whole: dict[str, object] = {"evaluations": {"before": {"reward": 0.5}}, "phases": {"start": 1.0}}
     path = tmp_path / "run.json"
-    path.write_text(json.dumps({**whole, "tokens_generated": 1, "wall_s": 1.0}))
+    path.write_text(json.dumps({**whole, "tokens_generated": 1, "wall_s": 1.0, "identity": {}}))
     assert Notes(path).evaluations["before"] == {"reward": 0.5}
-    path.write_text(json.dumps({**whole, "tokens_generated": 1, "wall_s": 1.0, **damage}))
+    path.write_text(json.dumps({**whole, "tokens_generated": 1, "wall_s": 1.0, "identity": {}, **damage}))
     with pytest.raises(ConfigError, match="not readable"):
         Notes(path)
 
@@ -51,3 +51,11 @@ def test_a_full_disk_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("tollway.runs.train", full)
     assert main(["train", "--set", "model.path=/nowhere"]) == 1
     assert "make room" in capsys.readouterr().err
+
+
+def test_a_run_goes_on_only_with_the_settings_that_make_it_that_run(tmp_path: Path) -> None:
+    Notes(tmp_path / "run.json").claim({"run.seed": 0, "trainer.backend": "torch"})
+    Notes(tmp_path / "run.json").claim({"run.seed": 0, "trainer.backend": "torch"})
+    with pytest.raises(ConfigError, match=r"started with run\.seed = 0, now it is 1"):
+        Notes(tmp_path / "run.json").claim({"run.seed": 1, "trainer.backend": "torch"})
+    assert Notes(tmp_path / "run.json").identity["run.seed"] == 0

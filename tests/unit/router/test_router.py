@@ -6,12 +6,21 @@ import asyncio
 import contextlib
 import gc
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
 import pytest
 
-from tollway.errors import BadRequest, EngineLost, EngineRefused, NoEngine, TollwayError, UpstreamError
+from tollway.errors import (
+    BadRequest,
+    EngineLost,
+    EngineRefused,
+    NoEngine,
+    TollwayError,
+    UpstreamError,
+    VersionNotReady,
+)
 from tollway.records import Sampling
 from tollway.router import metrics
 from tollway.router.config import RouterConfig
@@ -153,7 +162,8 @@ async def test_a_busy_engine_is_not_dead() -> None:
     async with fleet(1) as (router, engines):
         engines[0].health_delay_s = 60
         engines[0].script = lambda request: FakeReply(ids=[5] * 40, finish="length", delay_s=0.05)
-        items = [item async for item in router.stream("s", call(), lineage=Lineage())]
+        wanted = replace(call(), sampling=Sampling(max_new_tokens=40))
+        items = [item async for item in router.stream("s", wanted, lineage=Lineage())]
         assert isinstance(items[-1], Routed)
         assert router.ready
         assert router.engines()[0]["state"] == "serving"
@@ -177,8 +187,9 @@ async def test_an_engine_that_comes_back_is_another_incarnation_and_nothing_flip
         await router.generate("s", call(rid="r1"), lineage=Lineage())
         await until(lambda: ("lost", home.url) in states(router), "the loss is known")
         home.version = "default"
+        asked = home.model_info_calls
         await home.start()
-        await asyncio.sleep(0.3)
+        await until(lambda: home.model_info_calls >= asked + 3, "its version was asked for and judged twice")
         assert len(router.fleet.serving()) == 1, "no traffic before its version is confirmed"
         home.version = "4"
         await until(lambda: len(router.fleet.serving()) == 2, "it serves again")
@@ -262,6 +273,32 @@ async def test_a_reply_read_after_the_notice_of_a_flush_is_still_before_it() -> 
         engines[0].script = lambda request: FakeReply(ids=[5, 6], versions=[("1", 0, 2)])
         await router.generate("s", call(ids=[1, 2, 3, 5, 6, 9], rid="r1"), lineage=Lineage(first.facts, 5))
         assert router.ledger.total.waste == {"refit_flush": 4}
+
+
+async def test_a_flush_whose_weights_never_came_is_a_cause_and_its_version_is_not_believed() -> None:
+    async with fleet(1) as (router, engines):
+        first = await router.generate("s", call(rid="r0"), lineage=Lineage())
+        engines[0].flush()
+        router.note_refit("e0", None, flushed=True)
+        assert router.engines()[0]["version"] == 0
+        with pytest.raises(VersionNotReady):
+            router.check_version("s", 1, None)
+        await router.generate("s", call(ids=[1, 2, 3, 111, 107, 261, 9], rid="r1"), lineage=Lineage(first.facts, 6))
+        assert router.ledger.total.waste == {"refit_flush": 5}
+
+
+async def test_a_reply_read_after_the_notice_of_a_flush_is_before_it_though_its_version_came_later() -> None:
+    async with fleet(1) as (router, engines):
+        engines[0].script = lambda request: FakeReply(ids=[5, 6], versions=[("0", 0, 2)])
+        router.note_refit("e0", None, flushed=True)
+        first = await router.generate("s", call(rid="r0"), lineage=Lineage())
+        router.note_refit("e0", 1, flushed=False)
+        engines[0].flush()
+        engines[0].script = lambda request: FakeReply(ids=[5, 6], versions=[("1", 0, 2)])
+        second = await router.generate("s", call(ids=[1, 2, 3, 5, 6, 9], rid="r1"), lineage=Lineage(first.facts, 5))
+        assert router.ledger.total.waste == {"refit_flush": 4}
+        router.note_refit("e0", 2, flushed=False)
+        assert not router.fleet.get("e0").flushed_since(second.facts.end_version, 2)
 
 
 async def test_an_eviction_is_told_from_the_engines_own_counter() -> None:

@@ -70,6 +70,57 @@ async def test_a_child_that_ignores_sigterm_and_forks_is_gone_after_stop(tmp_pat
     assert all(not _alive(int(pid)) for pid in (tmp_path / "log").read_text().split())
 
 
+async def test_what_outlives_a_child_that_ended_is_killed_at_stop(tmp_path: Path) -> None:
+    body = (
+        READY
+        + "import os\n"
+        + "if os.fork() == 0:\n"
+        + "    os.close(1)\n"
+        + "    print(os.getpid(), file=sys.stderr, flush=True)\n"
+        + "    time.sleep(60)\n"
+    )
+    process = await ServerProcess.start(child(body), name="c", log=tmp_path / "log")
+    async with asyncio.timeout(20):
+        await process.wait()
+        while not (tmp_path / "log").read_text().split():
+            await asyncio.sleep(0.01)
+    (left,) = map(int, (tmp_path / "log").read_text().split())
+    assert _alive(left)
+    await process.stop()
+    async with asyncio.timeout(10):
+        while _alive(left):
+            await asyncio.sleep(0.01)
+
+
+async def test_the_group_of_a_child_that_is_gone_is_not_signalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By now its number may be somebody else's."""
+    process = await ServerProcess.start(child(READY), name="c", log=tmp_path / "log")
+    await process.wait()
+    signalled: list[int] = []
+    monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
+    await process.stop()
+    assert signalled == []
+
+
+async def test_a_stranger_that_got_the_number_of_a_dead_child_is_not_signalled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = await ServerProcess.start(child(READY), name="c", log=tmp_path / "log")
+    await process.wait()
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as stranger:
+        try:
+            # What it looks like when the kernel hands out the number again.
+            process._process.pid = stranger.pid
+            signalled: list[int] = []
+            monkeypatch.setattr(os, "killpg", lambda group, number: signalled.append(group))
+            await process.stop()
+            assert signalled == []
+        finally:
+            stranger.kill()
+
+
 def test_children_end_when_their_owner_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "log"
     grandchild = (

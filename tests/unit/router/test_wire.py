@@ -50,6 +50,7 @@ def test_a_good_reply_is_read() -> None:
     ("break_it", "words"),
     [
         (lambda r: r.pop("meta_info"), "meta_info"),
+        (lambda r: r["meta_info"]["output_token_logprobs"].__setitem__(1, [0.5, 8, None]), "no probability exceeds 1"),
         (lambda r: r.pop("output_ids"), "output_ids"),
         (lambda r: r.update(output_ids=[7, 8]), "3 completion tokens and sent 2"),
         (lambda r: r.update(output_ids=[7, 8, "x"]), "not all integers"),
@@ -251,3 +252,8 @@ def test_a_reply_aborted_while_it_waited_lacks_prefill_facts_and_its_continuatio
     del finished["meta_info"]["prompt_tokens"]
     with pytest.raises(UpstreamError, match="prompt_tokens"):
         parse_reply(asked, finished, route_shape=(2, 3))
+
+
+def test_more_tokens_than_were_asked_for_are_no_reply() -> None:
+    with pytest.raises(UpstreamError, match="3 output ids, 2 were asked for"):
+        parse_reply(with_(sampling=Sampling(max_new_tokens=2)), REPLY)

@@ -10,13 +10,14 @@ from sandbox_helpers import make
 from tollway.errors import (
     BadImage,
     BadRequest,
+    CapabilityMissing,
     CapacityExceeded,
     CreateFailed,
     RateLimited,
     SandboxError,
     SandboxGone,
 )
-from tollway.sandboxes.base import CapabilityMissing, SandboxSpec
+from tollway.sandboxes.base import Sandbox, SandboxSpec
 from tollway.sandboxes.config import SandboxConfig
 from tollway.sandboxes.fake import FakeProvider, Process
 
@@ -27,11 +28,37 @@ def test_a_sandbox_without_an_end_or_an_owner_is_refused(wrong: dict[str, object
         SandboxSpec(**{"ttl_s": 1.0, "labels": {"a": "b"}, **wrong})  # type: ignore[arg-type]
 
 
+class GatedProvider(FakeProvider):
+    """Creates wait for ``gate``; how many are in flight, and when each began, is written down."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        super().__init__(config)
+        self.gate = asyncio.Event()
+        self.in_flight = self.most = 0
+        self.began_at: list[float] = []
+
+    async def _create(self, spec: SandboxSpec) -> Sandbox:
+        self.began_at.append(asyncio.get_running_loop().time())
+        self.in_flight += 1
+        self.most = max(self.most, self.in_flight)
+        try:
+            await self.gate.wait()
+            return await super()._create(spec)
+        finally:
+            self.in_flight -= 1
+
+
+async def settle() -> None:
+    """Let every task that can run do so: no clock is involved."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 async def test_no_more_than_max_live_exist_and_a_freed_place_is_used() -> None:
     async with FakeProvider(SandboxConfig(max_live=2)) as provider:
         first, second = await make(provider), await make(provider)
         third = asyncio.create_task(make(provider))
-        await asyncio.sleep(0.02)
+        await settle()
         assert not third.done()
         assert provider.made == 2
         await first.kill()
@@ -48,17 +75,66 @@ async def test_waiting_for_a_place_ends_with_capacity_exceeded() -> None:
             await make(provider)
 
 
-async def test_creates_in_flight_and_their_rate_are_bounded() -> None:
-    async with FakeProvider(SandboxConfig(max_spawning=2, creates_per_s=100)) as provider:
-        provider.faults.create_delay_s = 0.05
+async def test_creates_in_flight_are_bounded() -> None:
+    async with GatedProvider(SandboxConfig(max_spawning=2)) as provider:
         making = [asyncio.create_task(make(provider)) for _ in range(6)]
-        await asyncio.sleep(0.09)
-        assert 1 <= provider.made <= 2
-        loop = asyncio.get_running_loop()
-        started = loop.time()
+        await settle()
+        assert provider.in_flight == 2
+        provider.gate.set()
         await asyncio.gather(*making)
-        assert loop.time() - started >= 0.05
-        assert provider.made == 6
+        assert (provider.made, provider.most) == (6, 2)
+
+
+async def test_the_rate_of_creates_is_bounded() -> None:
+    async with GatedProvider(SandboxConfig(creates_per_s=50)) as provider:
+        provider.gate.set()
+        started = asyncio.get_running_loop().time()
+        await asyncio.gather(*(make(provider) for _ in range(6)))
+        # A slow machine only makes them later.
+        for at, began in enumerate(sorted(provider.began_at)):
+            assert began - started >= at / 50 - 0.001
+
+
+@pytest.mark.parametrize("queued", [False, True])
+async def test_a_create_beyond_its_deadline_is_given_up_and_killed_in_the_background(queued: bool) -> None:
+    config = SandboxConfig(max_live=2, max_spawning=1 if queued else 2, create_timeout_s=0.05)
+    async with GatedProvider(config) as provider:
+        async with asyncio.timeout(10):
+            late = await asyncio.gather(make(provider), make(provider), return_exceptions=True)
+        assert all(isinstance(error, CreateFailed) and error.retryable for error in late), late
+        assert "sandbox.create_timeout_s" in str(late[0])
+        with pytest.raises(CapacityExceeded):
+            await make(provider)  # its place is taken until it is known to be gone
+        provider.gate.set()
+        async with asyncio.timeout(10):
+            while provider.killed < (1 if queued else 2):
+                await asyncio.sleep(0.005)
+        provider.faults.create_delay_s = 0.0
+        await make(provider)
+    # One that still waited for its turn was never begun.
+    assert provider.made == provider.killed == (2 if queued else 3)
+    assert provider.live == 0
+
+
+async def test_setup_files_count_against_the_deadline_of_a_create() -> None:
+    class SlowWrites(FakeProvider):
+        async def _create(self, spec: SandboxSpec) -> Sandbox:
+            sandbox = await super()._create(spec)
+
+            async def never(path: str, data: bytes, mode: int) -> None:
+                await asyncio.Event().wait()
+
+            sandbox._write = never  # type: ignore[method-assign]
+            return sandbox
+
+    provider = SlowWrites(SandboxConfig(create_timeout_s=0.05))
+    with pytest.raises(CreateFailed):
+        async with asyncio.timeout(10):
+            await make(provider, files={"a": b"1"})
+    for task in list(provider._owned):
+        task.cancel()
+    await provider.aclose()
+    assert (provider.made, provider.killed, provider.live) == (1, 1, 0)
 
 
 async def test_commands_running_at_once_are_bounded() -> None:
@@ -158,7 +234,7 @@ async def test_capabilities_gate_options_before_anything_is_created() -> None:
         with pytest.raises(CapabilityMissing, match="public_network"):
             await make(provider, network="public")
         with pytest.raises(CapabilityMissing, match="network_hosts"):
-            await make(provider, network=("pypi.org",))
+            await make(provider, network=("example.org",))
         assert provider.made == 0
         sandbox = await make(provider)
         with pytest.raises(CapabilityMissing):

@@ -178,6 +178,28 @@ def test_many_threads_encode_alike() -> None:
         assert list(pool.map(TOKENIZER.encode, texts)) == serial
 
 
+def test_reading_a_stream_costs_a_constant_per_id_however_long_it_is() -> None:
+    family = renderers_family("qwen3", TOKENIZER)
+    inner = family._renderers[True]
+    read = 0
+
+    class Counting:
+        def parse_response(self, ids: list[int], **options: object) -> object:
+            nonlocal read
+            read += len(ids)
+            return inner.parse_response(ids, **options)  # type: ignore[arg-type]
+
+    family._renderers = {True: Counting()}  # type: ignore[dict-item]
+    word = TOKENIZER.encode("word ")
+    for length in (500, 8000):
+        read = 0
+        ids = (word * length)[:length]
+        parser = family.stream((RUN,), prompt_end=NONE)
+        sent = "".join(delta.content + delta.reasoning for at in ids for delta in parser.feed([at]))
+        assert len(sent) > 0
+        assert read <= 20 * length
+
+
 def test_settings_inside_a_tokenizer_file_cut_nothing(tmp_path: Path) -> None:
     """Truncation and padding of the file are not ours."""
     description = json.loads(vocabularies.small().to_str())

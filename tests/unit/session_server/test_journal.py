@@ -36,7 +36,10 @@ async def test_a_write_beside_the_close_is_refused_and_never_left_waiting(tmp_pa
     await before
 
 
-async def test_a_second_server_on_a_journal_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
+async def test_a_second_server_on_a_journal_is_refused_until_the_first_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tollway.session_server.journal._LOCK_WAIT_S", 0.1)
     first, second, third = (Journal(tmp_path / "journal.sqlite") for _ in range(3))
     await first.open()
     with pytest.raises(ConfigError, match="another server"):

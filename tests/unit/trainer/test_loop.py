@@ -335,3 +335,12 @@ async def test_checkpoints_are_made_at_the_start_on_the_way_and_at_the_end(tmp_p
     assert [event.step for event in run.events if isinstance(event, CheckpointSaved)] == [0, 3, 6, 7]
     kept = sorted(path.name for path in (run.dir / "checkpoints").glob("step_*"))
     assert kept == ["step_000006", "step_000007"]
+
+
+async def test_checkpoints_without_their_ledger_are_not_resumed(tmp_path: Path) -> None:
+    run = Setup(tmp_path)
+    await run.train(config(steps=3))
+    for path in run.dir.glob("ledger.sqlite*"):
+        path.unlink()
+    with pytest.raises(ComponentLost, match="without its prompt ledger"):
+        await run.train(config(steps=4))

@@ -23,14 +23,13 @@ def refit(*engines: RecordingEngine, mode: PauseMode = "retract", **options: obj
 async def test_a_session_runs_in_the_order_that_engines_need(mode: PauseMode) -> None:
     engine = RecordingEngine()
 
-    async def notify(url: str, version: int, flushed: bool) -> None:
+    async def notify(url: str, version: int | None, flushed: bool) -> None:
         engine.calls.append(f"notify:{version}:{flushed}")
 
     report = await refit(engine, mode=mode, notify=notify).push(BUCKETS, 7)
-    flush = [] if mode == "in_place" else ["flush"]
-    told = [f"notify:7:{mode != 'in_place'}"]
-    session = ["begin", "bucket", "bucket", "end", "version", "resume"]
-    assert engine.calls == [f"pause:{mode}", *flush, *told, *session]
+    flush = [] if mode == "in_place" else ["flush", "notify:None:True"]
+    session = ["begin", "bucket", "bucket", "end", "version", "notify:7:False", "resume"]
+    assert engine.calls == [f"pause:{mode}", *flush, *session]
     assert (engine.version, engine.paused, engine.in_session) == (7, False, False)
     assert sorted(engine.weights) == ["a", "b"]
     assert report.wire_bytes == sum(map(len, BUCKETS))
@@ -73,6 +72,28 @@ async def test_the_push_after_a_failed_one_succeeds(stage: str) -> None:
     assert (engine.version, engine.paused, engine.in_session) == (2, False, False)
 
 
+@pytest.mark.parametrize("stage", ["flush", "begin", "bucket", "end", "version", "resume"])
+async def test_the_session_server_hears_of_every_flush_and_of_no_version_that_never_came(stage: str) -> None:
+    good, bad = RecordingEngine(url="http://good", version=3), RecordingEngine(url="http://bad", version=3)
+    bad.fail_at = stage
+    believed = {good.url: 3, bad.url: 3}
+    flushes: list[str] = []
+
+    async def notify(url: str, version: int | None, flushed: bool) -> None:
+        engine = good if url == good.url else bad
+        assert engine.paused, "told while calls run"
+        if version is not None:
+            believed[url] = version
+        if flushed:
+            flushes.append(url)
+
+    report = await refit(good, bad, notify=notify).push(BUCKETS, 4)
+    assert report.quarantined == (bad.url,)
+    assert believed == {good.url: good.version, bad.url: bad.version}
+    assert bad.version == (4 if stage == "resume" else 3)
+    assert sorted(flushes) == ([good.url] if stage == "flush" else [bad.url, good.url])
+
+
 async def test_one_bad_engine_is_quarantined_and_the_others_go_on() -> None:
     good, bad = RecordingEngine(url="http://good"), RecordingEngine(url="http://bad", fail_at="bucket")
     session = refit(good, bad)
@@ -94,7 +115,7 @@ async def test_an_engine_that_stalls_is_given_up_in_bounded_time(stage: str) -> 
 async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weights_move() -> None:
     engine = RecordingEngine()
 
-    async def notify(url: str, version: int, flushed: bool) -> None:
+    async def notify(url: str, version: int | None, flushed: bool) -> None:
         raise ComponentLost("session server is gone")
 
     with pytest.raises(ComponentLost, match="session server is gone"):

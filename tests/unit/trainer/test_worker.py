@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,33 @@ async def test_a_failure_inside_the_process_is_named_and_the_process_is_ended_at
             await backend.load(tmp_path / "nowhere")
         assert len(await backend.score(random_batch(3))) == 3
     assert gone(pid)
+
+
+class Unreadable:
+    """Pickles well and cannot be read back."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (int, ("not a number",))
+
+
+@pytest.mark.parametrize("answer", [pickle.dumps(("ok", Unreadable())), b"\x80\x05garbage", b"", pickle.dumps(7)])
+async def test_an_answer_that_cannot_be_read_is_a_lost_trainer(tmp_path: Path, answer: bytes) -> None:
+    log = tmp_path / "log"
+    with log.open("wb") as file:
+        file.seek(1 << 40)  # its end is read, not its whole
+        file.write(b"the last line\n")
+    ours, theirs = Pipe()
+    proxy = BackendProxy(spec(tmp_path), log_path=log)
+    proxy._pipe = ours
+    proxy._process = subprocess.Popen(["sleep", "60"])
+    try:
+        theirs.send_bytes(answer)
+        with pytest.raises(TrainerLost, match=r"(?s)cannot be read.*the last line"):
+            await proxy.cpu_seconds()
+    finally:
+        proxy._process.kill()
+        await proxy.aclose()
+        theirs.close()
 
 
 async def test_a_bad_model_directory_is_a_configuration_error_and_leaves_no_process(tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""Sessions in memory and in the journal: what was deleted stays gone, whatever was being read meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from server_helpers import ask, post, user
+
+from tollway.session_server.fake import FakeServer
+from tollway.session_server.journal import Journal, Row, Statement
+
+
+class HeldJournal:
+    """A journal whose writes wait before they begin, and whose reads wait when they are done."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.reading, self.writing = asyncio.Event(), asyncio.Event()
+        self.may_read, self.may_write = asyncio.Event(), asyncio.Event()
+
+    async def read(self, sql: str, values: Row = ()) -> list[Row]:
+        rows = await self._journal.read(sql, values)
+        self.reading.set()
+        await self.may_read.wait()
+        return rows
+
+    async def write(self, *statements: Statement) -> None:
+        self.writing.set()
+        await self.may_write.wait()
+        await self._journal.write(*statements)
+
+
+@pytest.mark.parametrize("order", ["read inside the delete", "read around the delete"])
+async def test_a_read_beside_a_delete_does_not_bring_the_session_back(server: FakeServer, order: str) -> None:
+    store = server.gateway.store
+    session = await server.client.create()
+    reply = await ask(server, session, [user("go")])
+    held = HeldJournal(server.gateway.journal)
+    store._journal = held  # type: ignore[assignment]
+    async with asyncio.timeout(10):
+        if order == "read inside the delete":
+            deleting = asyncio.create_task(store.delete(session.session_id))
+            await held.writing.wait()
+            held.may_read.set()
+            seen = await store.get(session.session_id)
+            assert seen is None or seen.state == "closed"
+            held.may_write.set()
+            await deleting
+        else:
+            # Not in memory, as a closed session that was long not asked for.
+            store._open.pop(session.session_id)
+            getting = asyncio.create_task(store.get(session.session_id))
+            await held.reading.wait()
+            held.may_write.set()
+            await store.delete(session.session_id)
+            held.may_read.set()
+            assert await getting is None
+        assert await store.get(session.session_id) is None
+    assert store.summary() == {"open_sessions": 0, "closed_in_memory": 0}
+    assert session.session_id not in server.gateway.router.table.pins
+    status, _ = await post(server, session, {"messages": [user("go"), reply, user("on")]})
+    assert status == 401
+
+
+async def test_a_session_that_is_being_deleted_takes_no_turn_though_it_is_still_in_the_journal(
+    server: FakeServer,
+) -> None:
+    store = server.gateway.store
+    session = await server.client.create()
+    await ask(server, session, [user("go")])
+    held = HeldJournal(server.gateway.journal)
+    held.may_read.set()
+    store._journal = held  # type: ignore[assignment]
+    deleting = asyncio.create_task(store.delete(session.session_id))
+    async with asyncio.timeout(10):
+        await held.writing.wait()
+        calls = len(server.engine.requests)
+        status, value = await post(server, session, {"messages": [user("go")]})
+        assert status in (400, 401), value
+        assert len(server.engine.requests) == calls
+        held.may_write.set()
+        await deleting
+
+
+async def test_two_readers_of_one_session_get_the_same_one(server: FakeServer) -> None:
+    store = server.gateway.store
+    session = await server.client.create()
+    await ask(server, session, [user("go")])
+    await server.client.close(session.session_id)
+    store._closed.clear()
+    one, two = await asyncio.gather(store.get(session.session_id), store.get(session.session_id))
+    assert one is two is await store.get(session.session_id)
+    assert one is not None
+    assert len(one.forest.nodes) == 1
+    assert not store._loading

@@ -22,13 +22,11 @@ from tollway.engine.control import routes
 from tollway.engine.http import Application
 from tollway.engine.service import EngineService
 from tollway.errors import ComponentLost, ConfigError
-from tollway.serving import announce, listen
+from tollway.serving import KEEP_ALIVE_S, announce, listen
 
 __all__ = ["API_KEY_VARIABLE", "run"]
 
 logger = logging.getLogger(__name__)
-_KEEP_ALIVE_S = 75
-"""Longer than any client keeps an idle connection, so that no request meets one that is just being closed."""
 API_KEY_VARIABLE = "TOLLWAY_ENGINE_KEY"
 """When set, every route but health wants it as a Bearer token."""
 _SWITCH_INTERVAL_S = 0.0005
@@ -61,7 +59,7 @@ async def _serve(config: EngineConfig, listener: socket.socket) -> None:
             access_log=False,
             log_config=None,
             timeout_graceful_shutdown=2,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
     )
     stop = asyncio.Event()

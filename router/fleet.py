@@ -215,6 +215,8 @@ class Fleet:
             if engine.health.failed(error, time.monotonic()):
                 self._lose(engine)
             elif engine.health.state is EngineState.JOINING:
+                if engine.health.last_error != str(error):  # said once, not at every try
+                    logger.warning("engine %s cannot join yet: %s", engine.url, error)
                 engine.health.last_error = str(error)
 
     async def _join(self, engine: Engine) -> None:

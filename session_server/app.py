@@ -28,6 +28,7 @@ __all__ = ["TollwayApp", "create_app"]
 logger = logging.getLogger(__name__)
 _CHAT = "/v1/chat/completions"
 _SESSIONS = "/sessions/"
+_OTHER_DIALECTS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
 
 
 class TollwayApp:
@@ -102,7 +103,11 @@ async def _render_error(request: Request, error: Exception) -> Response:
 
 async def _render_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
-    known = NotFound(f"no route {request.method} {request.url.path}")
+    path = request.url.path
+    known = NotFound(
+        f"no route {request.method} {path}"
+        + ("; this version serves /v1/chat/completions only" if path.endswith(_OTHER_DIALECTS) else "")
+    )
     known.status = status
     return Response(error_body(known), status_code=status, media_type="application/json")
 

@@ -22,6 +22,7 @@ import uvicorn
 
 from tollway.router.config import RouterConfig
 from tollway.router.fake import FakeEngine
+from tollway.serving import KEEP_ALIVE_S
 from tollway.session_server.app import TollwayApp
 from tollway.session_server.client import SessionClient
 from tollway.session_server.config import ServerConfig
@@ -107,6 +108,7 @@ class FakeServer:
             access_log=False,
             proxy_headers=False,
             timeout_graceful_shutdown=1,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         self._server = _Quiet(settings)
         self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[listener]))

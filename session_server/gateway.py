@@ -58,6 +58,8 @@ class Gateway:
             parts.push_async_callback(self.journal.aclose)
             await self.journal.open()
             self.router = await parts.enter_async_context(Router(self._router_config))
+            if not self._engine_urls:
+                logger.warning("no engine given: turns are refused until one is added with POST /engines")
             for url in self._engine_urls:
                 self.router.add_engine(url)
             self.store = SessionStore(self.config, self.journal, self.router)

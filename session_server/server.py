@@ -17,7 +17,7 @@ import uvloop
 
 from tollway.errors import ConfigError
 from tollway.router.config import RouterConfig
-from tollway.serving import announce, listen
+from tollway.serving import KEEP_ALIVE_S, announce, listen
 from tollway.session_server.app import TollwayApp
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.gateway import Gateway
@@ -25,8 +25,6 @@ from tollway.session_server.gateway import Gateway
 __all__ = ["run"]
 
 _GRACE_S = 5
-_KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection, so that no request meets one that is just being closed."""
 
 
 def run(config: ServerConfig, router_config: RouterConfig, *, admin_key: str, engine_urls: list[str]) -> None:
@@ -54,7 +52,7 @@ async def _serve(gateway: Gateway, listener: socket.socket) -> None:
             proxy_headers=False,
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
-            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
         )
         await _Server(settings, listener).serve(sockets=[listener])
     finally:

@@ -38,7 +38,7 @@ from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.sft import optimizer_settings
 from tollway.trainer.weights.refit import Refit
 
-__all__ = ["Fleet", "base_model", "open_backend", "open_fleet", "preflight", "run_to_end"]
+__all__ = ["Fleet", "base_model", "check_names", "open_backend", "open_fleet", "preflight", "run_to_end"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -101,14 +101,19 @@ def run_to_end(work: Coroutine[object, object, T]) -> T:
         raise KeyboardInterrupt from None
 
 
+def check_names(settings: Settings) -> None:
+    """Raise ``ConfigError`` for an environment, sandbox provider or model family that does not exist."""
+    open_environment(settings.env)
+    open_provider(settings.sandbox)
+    load_family(settings.server.family, tokenizer=settings.server.tokenizer, thinking=settings.server.thinking)
+
+
 def preflight(settings: Settings) -> None:
     """Find what cannot work before anything is started: names that do not exist, sandboxes that cannot run.
 
     Raises ``ConfigError`` or ``SandboxUnavailable`` with the remedy.
     """
-    open_environment(settings.env)
-    open_provider(settings.sandbox)
-    load_family(settings.server.family, tokenizer=settings.server.tokenizer, thinking=settings.server.thinking)
+    check_names(settings)
     if settings.sandbox.provider != "local":
         return
     found = probe(settings.sandbox.local)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import tollway
 from tollway import telemetry
-from tollway.errors import ConfigError, SandboxUnavailable, TollwayError
+from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable, TollwayError
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
 
 __all__ = ["main"]
@@ -47,11 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, SandboxUnavailable) as error:
         print(f"tollway: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except ComponentLost as error:
+        print(f"tollway: [{error.code}] {error}", file=sys.stderr)
+        print("tollway: what was committed is kept; once the cause is gone, the same command goes on", file=sys.stderr)
+        return EXIT_FAILED
     except TollwayError as error:
-        print(f"tollway: {error} [{error.code}]", file=sys.stderr)
+        print(f"tollway: [{error.code}] {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("tollway: stopped; the same command continues from the last checkpoint", file=sys.stderr)
+        print("tollway: stopped; the same command goes on, from the last checkpoint if there is one", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -79,7 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--episodes", type=int, metavar="N", help="number of episodes (default: eval.episodes)")
     evaluate.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
-    serve = _command(commands, "serve", _serve, "run the session server in front of running engines")
+    serve = _command(
+        commands,
+        "serve",
+        _serve,
+        "run the session server in front of running engines; the admin key comes from TOLLWAY_ADMIN_KEY",
+    )
     serve.add_argument("--engine", action="append", default=[], metavar="URL", help="an engine (may repeat)")
     serve.add_argument("--host", help="address to listen on (default: server.host)")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one (default: server.port)")
@@ -89,7 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     engine.add_argument("--host", help="address to listen on (default: engine.host)")
     engine.add_argument("--port", type=int, help="port to listen on, 0 for a free one (default: engine.port)")
 
-    config = _command(commands, "config", _config, "show the resolved configuration, or check it")
+    config = _command(
+        commands,
+        "config",
+        _config,
+        "show: print the resolved tree (JSON, readable again with -c); check: keys, values, names",
+    )
     config.add_argument("action", choices=["show", "check"])
 
     _command(commands, "doctor", _doctor, "say what this machine can run and what is missing")
@@ -173,7 +187,10 @@ def _config(arguments: argparse.Namespace) -> int:
     if arguments.action == "show":
         print(settings.model_dump_json(indent=2))
     else:
-        print(f"{arguments.config or 'the default configuration'}: every key is known and every value is allowed")
+        from tollway.app import check_names
+
+        check_names(settings)
+        print(f"{arguments.config or 'the default configuration'}: keys, values and names are known")
     return 0
 
 

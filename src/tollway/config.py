@@ -43,7 +43,7 @@ def read_tree(path: Path) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     except (tomllib.TOMLDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper() or 'TOML'}: {error}") from error
+        raise ConfigError(f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} holds a {type(tree).__name__}, want sections")
     return tree

@@ -8,32 +8,27 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import tollway
 from tollway.errors import ConfigError
 from tollway.trainer.atomic import write_file
 
-__all__ = ["Notes", "locked", "process_started_at"]
-
-_STARTTIME_FIELD = 19  # of /proc/self/stat, counted behind the command's name
-
-
-def process_started_at() -> float:
-    """Unix seconds at which this process was started, interpreter and imports included."""
-    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    ticks = int(fields[_STARTTIME_FIELD]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks)
+__all__ = ["Notes", "locked"]
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
     """Hold the run directory for this process. Raises ``ConfigError`` when another one has it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / ".lock").open("w", encoding="ascii")
+    except OSError as error:
+        raise ConfigError(f"run.dir: cannot use {run_dir}: {error.strerror}; name another directory") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -49,7 +44,7 @@ class Notes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._started_at = process_started_at()
+        self._started_at = tollway.STARTED_AT
         self._wall_before_s = 0.0
         self.evaluations: dict[str, dict[str, object]] = {}
         """By name: before, after, blank_tools."""

@@ -6,7 +6,6 @@ measured elsewhere. Only the command line uses it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -24,15 +23,18 @@ from tollway.trainer.events import CheckpointSaved, Event, GapMeasured, Resumed,
 __all__ = ["TrainingView", "show_evaluation", "training_view"]
 
 _STEP_COLUMNS = (
-    ("reward", "rollout/raw_reward", "{:.3f}"),
-    ("turns", "rollout/turns", "{:.2f}"),
-    ("age", "rollout/fully_async/max_staleness", "{:.0f}"),
-    ("|Δlogp|", "train/train_rollout_logprob_abs_diff", "{:.1e}"),
-    ("grad", "train/grad_norm", "{:.2f}"),
-    ("wait s", "perf/train_wait_time", "{:.1f}"),
-    ("train s", "perf/actor_train_time", "{:.1f}"),
-    ("refit ms", "perf/update_weights_pause_time", "{:.0f}"),
+    ("reward", "rollout/raw_reward", "{:.3f}", 1.0),
+    ("calls", "rollout/turns", "{:.2f}", 1.0),
+    ("age", "rollout/fully_async/max_staleness", "{:.0f}", 1.0),
+    ("|Δlogp|", "train/train_rollout_logprob_abs_diff", "{:.0e}", 1.0),
+    ("grad", "train/grad_norm", "{:.2f}", 1.0),
+    ("wait s", "perf/train_wait_time", "{:.1f}", 1.0),
+    ("train s", "perf/actor_train_time", "{:.1f}", 1.0),
+    ("pause ms", "perf/update_weights_pause_time", "{:.0f}", 1000.0),
 )
+"""Title, metric, form, factor; examples/demo/README.md explains them."""
+_WIDTH = 9
+_LEGEND = "    " + "step".rjust(5) + "".join(title.rjust(_WIDTH) for title, *_ in _STEP_COLUMNS)
 
 
 class TrainingView:
@@ -41,6 +43,7 @@ class TrainingView:
     def __init__(self, console: Console, progress: Progress) -> None:
         self._console, self._progress = console, progress
         self._bar: TaskID | None = None
+        self._legend_shown = False
 
     def on_event(self, event: Event | PhaseStarted | EvaluationDone) -> None:
         """Show one event."""
@@ -54,7 +57,9 @@ class TrainingView:
             self._console.print(f"  {_evaluation_line(event.evaluation)}")
         elif isinstance(event, GapMeasured):
             self._console.print(
-                f"  logprob gap at weights {event.version}: max {event.gap.largest:.1e} over {event.gap.tokens} tokens"
+                f"    logprob gap at weights {event.version}: {event.gap.largest:.1e} over {event.gap.tokens} tokens",
+                style="dim",
+                soft_wrap=True,
             )
         elif isinstance(event, Resumed):
             self._console.print(
@@ -62,7 +67,7 @@ class TrainingView:
                 f"{event.reissued} prompts sent out again"
             )
         elif isinstance(event, CheckpointSaved) and event.step:
-            self._console.print(f"  checkpoint {event.path.name}", style="dim")
+            self._console.print(f"    checkpoint {event.path.name}", style="dim")
 
     def show_summary(self, summary: Summary) -> None:
         """The end of a run."""
@@ -74,12 +79,15 @@ class TrainingView:
         self._console.print(f"[bold]{event.name}[/]{detail}")
 
     def _step(self, event: StepFinished) -> None:
-        shown = [
-            f"{title} {form.format(_value(event.metrics, name))}"
-            for title, name, form in _STEP_COLUMNS
-            if name in event.metrics
+        if not self._legend_shown:
+            self._console.print(_LEGEND, style="dim", soft_wrap=True)
+            self._legend_shown = True
+        # A dash: nothing was measured, as when every group's attempts scored the same and nothing was trained.
+        cells = [
+            (form.format(event.metrics[name] * factor) if name in event.metrics else "-").rjust(_WIDTH)
+            for _, name, form, factor in _STEP_COLUMNS
         ]
-        self._console.print(f"  step {event.step:>3}  " + "  ".join(shown), soft_wrap=True)
+        self._console.print(f"    {event.step:>5}" + "".join(cells), soft_wrap=True)
         self._advance(event.step, event.steps, "")
 
     def _advance(self, done: int, total: int, note: str) -> None:
@@ -118,7 +126,6 @@ def show_evaluation(evaluation: Evaluation) -> None:
     """One evaluation as a table."""
     table = Table(show_header=False, show_edge=False)
     table.add_row("reward", _evaluation_line(evaluation))
-    table.add_row("model calls per episode", f"{evaluation.turns:.2f}")
     for name, value in evaluation.facts.items():
         table.add_row(name, f"{value:.3f}")
     Console(highlight=False).print(table)
@@ -130,10 +137,6 @@ def _evaluation_line(evaluation: Evaluation) -> str:
     low, high = evaluation.interval
     failed = f", {evaluation.errors} failed" if evaluation.errors else ""
     return f"reward {evaluation.reward:.3f} (95 % {low:.3f} to {high:.3f}) over {evaluation.episodes} episodes{failed}"
-
-
-def _value(metrics: Mapping[str, float], name: str) -> float:
-    return metrics[name] * (1000.0 if name == "perf/update_weights_pause_time" else 1.0)
 
 
 def _summary_table(summary: Summary) -> Table:
@@ -149,7 +152,7 @@ def _summary_table(summary: Summary) -> Table:
             f"max {_number(summary.logprob_gap_max, '.1e')} over {summary.logprob_gap_tokens} tokens "
             "scored by the weights that sampled them",
         ),
-        ("|Δlogp| of older tokens", f"mean {_number(summary.train_rollout_logprob_abs_diff, '.1e')}"),
+        ("|Δlogp|, older tokens too", f"{_number(summary.train_rollout_logprob_abs_diff, '.1e')} on average"),
         (
             "prefix cache",
             f"hit rate {_number(cache.hit_rate)} of a ceiling of {_number(cache.ceiling)}, efficiency "
@@ -160,16 +163,32 @@ def _summary_table(summary: Summary) -> Table:
             f"efficiency {_number(cache.efficiency_without_refit)}; {cache.refit_flush_tokens} tokens flushed by "
             f"refits, {cache.unknown_tokens} missed for unknown reasons",
         ),
-        ("oldest trained group", f"{summary.staleness_max} versions"),
+        ("oldest trained group", f"{summary.staleness_max} weight version(s) behind"),
         ("tokens generated", f"{summary.tokens_generated}"),
-        ("dropped groups", json.dumps(dict(summary.drops)).strip("{}").replace('"', "")),
+        (
+            "groups not trained",
+            f"{summary.drops.get('zero_variance', 0)} whose attempts all scored the same, "
+            f"{summary.drops.get('aborted', 0)} failed, {summary.drops.get('stale', 0)} too old",
+        ),
         ("wall time", f"{summary.wall_s:.0f} s"),
-        *((f"  {name}", f"{seconds:.1f} s") for name, seconds in summary.phases.items()),
+        *_phase_rows(summary.phases),
         ("trajectories", summary.trajectories),
     )
     for title, value in rows:
         table.add_row(title, value)
     return table
+
+
+def _phase_rows(phases: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Phases in order; the trainer's own lie within reinforcement and are shown there."""
+    inner = {name.removeprefix("trainer/"): s for name, s in phases.items() if name.startswith("trainer/")}
+    rows = []
+    for name, seconds in phases.items():
+        if name.startswith("trainer/"):
+            continue
+        parts = ", ".join(f"{part} {s:.0f}" for part, s in inner.items()) if name == "reinforcement" else ""
+        rows.append((f"  {name.replace('_', ' ')}", f"{seconds:.1f} s" + (f" (of it {parts})" if parts else "")))
+    return rows
 
 
 def _number(value: float | None, form: str = ".3f") -> str:

@@ -70,8 +70,8 @@ def train(settings: Settings, *, fresh: bool, report: Listener) -> Summary:
     lost in the middle; whatever was committed stays for the next call.
     """
     app.preflight(settings)
-    if fresh:
-        move_aside(settings.run_dir)
+    if fresh and (kept := move_aside(settings.run_dir)) is not None:
+        report(PhaseStarted("fresh start", f"the earlier run is kept in {kept}"))
     with locked(settings.run_dir):
         _log(settings, "train")
         return app.run_to_end(_Training(settings, report).run())
@@ -285,13 +285,13 @@ async def _guarded(fleet: Fleet, work: Coroutine[object, object, T]) -> T:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-def move_aside(run_dir: Path) -> None:
-    """Keep what an earlier run left: its directory gets the next free number.
+def move_aside(run_dir: Path) -> Path | None:
+    """Keep what an earlier run left: its directory gets the next free number, and is returned.
 
     Raises ``ConfigError`` while a run goes on in it, which would write on into the new directory of that name.
     """
     if not run_dir.exists():
-        return
+        return None
     with locked(run_dir):
         number = next(n for n in itertools.count(1) if not run_dir.with_name(f"{run_dir.name}.{n}").exists())
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))
+        return run_dir.rename(run_dir.with_name(f"{run_dir.name}.{number}"))

@@ -13,7 +13,11 @@ import sys
 
 from tollway.errors import ConfigError
 
-__all__ = ["announce", "listen", "read_ready"]
+__all__ = ["KEEP_ALIVE_S", "announce", "listen", "read_ready"]
+
+KEEP_ALIVE_S = 75
+"""How long a server keeps an idle connection: longer than any client, so that no request meets the closing of
+one, which looks like a lost server."""
 
 
 def listen(host: str, port: int, *, key: str) -> socket.socket:

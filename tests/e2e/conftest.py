@@ -55,6 +55,10 @@ class Run:
                 pytest.fail(f"the run never said {text!r}:\n{self.output}")
             time.sleep(0.05)
 
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the line of a training step is there."""
+        self.wait_for(f"\n    {step:>5} ")
+
     def pid_of(self, part: str) -> int:
         """Process id of a part of this run, by a word of its command line."""
         (pid,) = [pid for pid, command in processes_of(self.run_dir) if part in command]

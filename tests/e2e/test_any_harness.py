@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -100,6 +101,21 @@ async def test_the_openai_sdk_runs_turns_with_tools_streamed_and_not(client: Ses
     sampled = row.token_ids[spans[1].start : spans[1].end]
     assert family.parse(sampled, (), prompt_end=np.zeros(0, np.int32)).content == text
     assert set(row.weight_version[row.loss_mask == 1].tolist()) == {0}
+
+
+async def test_the_readmes_episode_runs_as_printed(client: SessionClient) -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    assert "http://127.0.0.1:8700" in code
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code.replace("http://127.0.0.1:8700", client.base_url)),
+        env=os.environ | {"TOLLWAY_ADMIN_KEY": KEY},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert process.returncode == 0, err.decode()
+    assert out.startswith(b"[256 258 ")
 
 
 async def test_a_stranger_without_the_token_learns_nothing(client: SessionClient) -> None:

@@ -76,7 +76,7 @@ def test_a_run_on_megatron_trains_exactly_and_the_same_command_knows_that_it_is_
 @pytest.mark.timeout(300)
 def test_a_killed_engine_ends_the_run_with_its_last_words_and_the_next_start_goes_on(tiny) -> None:  # type: ignore[no-untyped-def]
     run = tiny("train", "trainer.steps=500")
-    run.wait_for("step   2")
+    run.wait_for_step(2)
     os.kill(run.pid_of("tollway engine"), signal.SIGKILL)
     assert run.wait(60) == 1, run.output
     assert "engine ended with status -9" in run.output
@@ -94,7 +94,7 @@ def test_a_killed_engine_ends_the_run_with_its_last_words_and_the_next_start_goe
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_stopping_a_run_leaves_no_process_and_no_sandbox(tiny, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     run = tiny("train", "trainer.steps=500")
-    run.wait_for("step   1")
+    run.wait_for_step(1)
     run.process.send_signal(number)
     assert run.wait(60) == 130, run.output
     assert "stopped" in run.output
@@ -107,7 +107,7 @@ def test_stopping_a_run_leaves_no_process_and_no_sandbox(tiny, number: signal.Si
 @pytest.mark.timeout(300)
 def test_killing_the_run_itself_leaves_no_process(tiny) -> None:  # type: ignore[no-untyped-def]
     run = tiny("train", "trainer.steps=500")
-    run.wait_for("step   1")
+    run.wait_for_step(1)
     assert len(processes_of(run.run_dir)) >= 4
     run.process.kill()
     run.process.wait()

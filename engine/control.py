@@ -257,6 +257,8 @@ async def _server_info(service: EngineService, call: Call) -> Reply:
     return Reply.json(
         {
             **config.model_dump(mode="json"),
+            "engine": "embedded",
+            "dtype": str(g.decoder.dtype).removeprefix("torch."),
             "model_path": str(service.updates.model_path),
             "context_length": service.intake.context_length,
             "max_total_num_tokens": g.max_tokens,

@@ -20,7 +20,10 @@ _MOST = 2**31 - 1
 """Largest count or id: what the batch's tables cannot hold would end the engine's thread, not the request."""
 _MOST_BIAS = 1e30
 """Far beyond every logit, and float32 still holds it divided by the lowest temperature."""
-_UNSUPPORTED = ("json_schema", "regex", "ebnf", "structural_tag", "stop_regex", "custom_params")
+_LEAST_PENALTY = 1e-6
+"""A logit divided by less would leave float32."""
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_UNSUPPORTED = (*_GRAMMARS, "stop_regex", "custom_params")
 
 
 class SamplingParams(BaseModel):
@@ -48,7 +51,7 @@ class SamplingParams(BaseModel):
     logit_bias: dict[str, Annotated[float, Field(ge=-_MOST_BIAS, le=_MOST_BIAS)]] | None = None
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, ge=_LEAST_PENALTY, le=2.0)
 
     @classmethod
     def parse(cls, raw: Mapping[str, object] | None, *, vocab_size: int, codec: TextCodec | None) -> SamplingParams:
@@ -56,7 +59,8 @@ class SamplingParams(BaseModel):
         raw = {} if raw is None else raw
         for name in _UNSUPPORTED:
             if raw.get(name) is not None:
-                raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine", param=name)
+                why = ": it has no grammar backend, serve the model with SGLang" if name in _GRAMMARS else ""
+                raise BadRequest(f"sampling_params.{name} is not supported by the embedded engine{why}", param=name)
         try:
             params = cls.model_validate({name: value for name, value in raw.items() if name not in _UNSUPPORTED})
         except ValidationError as error:

@@ -67,9 +67,13 @@ class GenerateBody(BaseModel):
             if raw.get(name):
                 raise BadRequest(f"{name} is not supported by the embedded engine", param=name)
         try:
-            return cls.model_validate(raw)
+            body = cls.model_validate(raw)
         except ValidationError as error:
             raise BadRequest(explain(error)) from None
+        if body.stream and body.return_flat_raw_output_top_logprobs:
+            name = "return_flat_raw_output_top_logprobs"
+            raise BadRequest(f"{name} does not support stream=True: arrays come with the finished reply", param=name)
+        return body
 
 
 @dataclass(slots=True)

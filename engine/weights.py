@@ -52,7 +52,10 @@ def load_directory(decoder: Decoder, directory: Path) -> None:
 
     A read error in the middle puts the old weights back. Raises ``WeightMismatch`` or ``ConfigError``.
     """
-    files = _weight_files(directory)
+    try:
+        files = _weight_files(directory)
+    except OSError as error:  # such as a name that is too long for the file system
+        raise ConfigError(f"cannot read the model directory: {error}") from error
     if (directory / "config.json").exists():
         found = ModelSpec.from_config(read_config(directory), source=str(directory / "config.json"))
         if (field := decoder.spec.computes_like(found)) is not None:
@@ -117,6 +120,8 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            if not all(isinstance(name, str) for name in names):
+                raise TypeError(f"weight_map names a file that is no text: {names[0]!r}")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"cannot read {index}: {error!r}") from error
         files = [directory / name for name in names]

@@ -29,5 +29,10 @@ class RouterConfig(Section):
     """How long a token proves that an engine lives whose probes time out: busy is not dead."""
     kv_budget_tokens: int | None = Field(default=None, gt=0)
     """Resident tokens that an engine may hold; by default what the engine reports."""
+    kv_share: float = Field(default=1.0, gt=0, le=1)
+    """This server's share of the room that engines report; below 1 where several servers share engines. The
+    workers of one server share theirs by themselves."""
+    engine_hosts: tuple[str, ...] = ("*",)
+    """Hosts that ``POST /engines`` may name, as shell patterns; link-local addresses are refused in any case."""
     max_resumes: int = Field(default=8, ge=0)
     """How often a reply that an engine aborted (pause, abort all) is continued from its partial ids."""

@@ -6,13 +6,13 @@ versions, a continuation asks only for what is left. Depends on ``wire``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from tollway.errors import InvalidRecord
-from tollway.records import RoutedExperts, TopLogprobs, VersionSpan
-from tollway.router.wire import GenerateCall, GenerateReply
+from tollway.records import IndexerTopk, RoutedExperts, SamplingMask, TopLogprobs, VersionSpan
+from tollway.router.wire import GenerateCall, GenerateReply, ids_json
 
 __all__ = ["continue_call", "merge_replies"]
 
@@ -27,9 +27,17 @@ def continue_call(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateCa
         if done >= sampling.max_new_tokens:
             return None
         sampling = replace(sampling, max_new_tokens=sampling.max_new_tokens - done)
-    ids = np.concatenate([call.input_ids, *(piece.output_ids for piece in pieces)]).astype(np.int32, copy=False)
-    rid = f"{call.rid}-{len(pieces)}"
-    return replace(call, rid=rid, input_ids=ids, sampling=sampling, routed_experts_start=_routed_until(call, pieces))
+    prompt = call.prompt
+    for piece in pieces:
+        prompt = prompt.extended(ids_json(piece.output_ids), int(piece.output_ids.size))
+    return replace(
+        call,
+        rid=f"{call.rid}-{len(pieces)}",
+        prompt=prompt,
+        sampling=sampling,
+        routed_experts_start=_known_until([piece.routed_experts for piece in pieces], call.routed_experts_start),
+        indexer_topk_start=_known_until([piece.indexer_topk for piece in pieces], call.indexer_topk_start),
+    )
 
 
 def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateReply:
@@ -41,12 +49,14 @@ def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateRe
     for piece in pieces:
         for span in piece.versions:
             joined = versions[-1] if versions else None
-            if joined is not None and joined.version == span.version:
-                versions[-1] = VersionSpan(span.version, joined.start, at + span.end)
+            if joined is not None and _weights(joined) == _weights(span):
+                versions[-1] = replace(joined, end=at + span.end)
             else:
-                versions.append(VersionSpan(span.version, at + span.start, at + span.end))
+                versions.append(replace(span, start=at + span.start, end=at + span.end))
         at += int(piece.output_ids.size)
     last = pieces[-1]
+    routes = [piece.routed_experts for piece in pieces if piece.routed_experts is not None]
+    chosen = [piece.indexer_topk for piece in pieces if piece.indexer_topk is not None]
     return GenerateReply(
         output_ids=np.concatenate([piece.output_ids for piece in pieces]),
         logprobs=np.concatenate([piece.logprobs for piece in pieces]),
@@ -54,37 +64,35 @@ def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateRe
         finish_reason="length" if last.finish_reason == "abort" else last.finish_reason,
         matched=last.matched,
         versions=tuple(versions),
-        prompt_tokens=int(call.input_ids.size),
+        prompt_tokens=call.prompt.size,
         cached_tokens=pieces[0].cached_tokens,
-        routed_experts=_merge_routes(pieces),
+        routed_experts=RoutedExperts.joined(routes) if routes else None,
         top_logprobs=_merge_top(pieces),
+        sampling_mask=_merge_masks(pieces),
+        indexer_topk=IndexerTopk.joined(chosen) if chosen else None,
         text=None,
     )
 
 
-def _routed_until(call: GenerateCall, pieces: list[GenerateReply]) -> int:
-    """Position up to which the routes of ``call`` are known; a piece that waited when it was aborted has none."""
-    known = [piece.routed_experts for piece in pieces if piece.routed_experts is not None]
-    return known[-1].start + known[-1].ids.shape[0] if known else call.routed_experts_start
+def _weights(span: VersionSpan) -> tuple[int, str, str]:
+    return span.version, span.kind, span.precision
 
 
-def _merge_routes(pieces: list[GenerateReply]) -> RoutedExperts | None:
-    known = [piece.routed_experts for piece in pieces if piece.routed_experts is not None]
-    if not known:
-        return None
-    at = known[0].start
-    for part in known:
-        if part.start != at:
-            raise InvalidRecord(f"routes of a continued reply leave a gap: {at} rows, next starts at {part.start}")
-        at += part.ids.shape[0]
-    return RoutedExperts(start=known[0].start, ids=np.concatenate([part.ids for part in known]))
-
-
-def _merge_top(pieces: list[GenerateReply]) -> TopLogprobs | None:
-    parts = [piece.top_logprobs for piece in pieces]
-    if any(part is None for part in parts):
-        return None
+def _known_until(parts: Sequence[RoutedExperts | IndexerTopk | None], start: int) -> int:
+    """Position up to which rows are known; a piece that waited when it was aborted has none."""
     known = [part for part in parts if part is not None]
+    return known[-1].start + known[-1].ids.shape[0] if known else start
+
+
+def _merge_top(pieces: Sequence[GenerateReply]) -> TopLogprobs | None:
+    known = [piece.top_logprobs for piece in pieces if piece.top_logprobs is not None]
+    if len(known) != len(pieces):
+        return None
     return TopLogprobs(
         ids=np.concatenate([part.ids for part in known]), logprobs=np.concatenate([part.logprobs for part in known])
     )
+
+
+def _merge_masks(pieces: Sequence[GenerateReply]) -> SamplingMask | None:
+    known = [piece.sampling_mask for piece in pieces if piece.sampling_mask is not None]
+    return SamplingMask.joined(known) if len(known) == len(pieces) else None

@@ -11,29 +11,20 @@ import asyncio
 import base64
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import Literal
 
 import aiohttp
-import numpy as np
 import orjson
-from numpy.typing import NDArray
+from aiohttp.abc import AbstractStreamWriter
 
 from tollway.errors import ContextLengthExceeded, EngineLost, EngineRefused, TollwayError, UpstreamError
-from tollway.records import Ids
-from tollway.router.wire import (
-    GenerateCall,
-    GenerateDelta,
-    GenerateReply,
-    Json,
-    encode_call,
-    ids_of,
-    int_of,
-    logprobs_of,
-    meta_of,
-    parse_reply,
-)
+from tollway.router.facts import UNKNOWN, EngineFacts
+from tollway.router.replies import blob_names, meta_of, parse_reply
+from tollway.router.streams import Assembly, event_batches, parse_object
+from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Json, encode_call
 
 __all__ = [
     "KEEP_ALIVE_S",
@@ -55,8 +46,6 @@ request that meets the closing looks like a lost engine."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _JSON = {"content-type": "application/json"}
-_MAX_LINE = 1 << 28
-"""Longest stream event: cumulative log-probabilities of a long reply are one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +84,31 @@ class ServerInfo:
     raw: Mapping[str, object] = field(default_factory=dict)
 
 
+class _Body(aiohttp.Payload):
+    """JSON text, written at once however long it is.
+
+    aiohttp warns of raw bytes above a megabyte because their write cannot be split; a prompt is in memory
+    as one piece anyway, and the transport takes it without a copy.
+    """
+
+    _value: bytes
+    _autoclose = True
+
+    def __init__(self, value: bytes) -> None:
+        super().__init__(value, content_type="application/json")
+        self._size = len(value)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return self._value.decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await writer.write(self._value)
+
+
 class EngineClient:
     """Calls one engine. Safe for any number of concurrent calls.
 
-    ``route_shape`` is (layers, experts per token) of the served model, needed to check routed experts.
+    ``facts`` is what the engine said of itself as it joined: records name it, and shapes are checked by it.
 
     >>> async with aiohttp.ClientSession() as http:  # doctest: +SKIP
     ...     await EngineClient("http://127.0.0.1:30000", http).health()
@@ -110,11 +120,11 @@ class EngineClient:
         http: aiohttp.ClientSession,
         *,
         timeouts: Timeouts | None = None,
-        route_shape: tuple[int, int] | None = None,
+        facts: EngineFacts = UNKNOWN,
     ) -> None:
         self.url = url.rstrip("/")
         self.timeouts = timeouts or Timeouts()
-        self.route_shape = route_shape
+        self.facts = facts
         self._http = http
         self._aborts: set[asyncio.Task[None]] = set()
         t = self.timeouts
@@ -136,15 +146,14 @@ class EngineClient:
         Cancelling, a timeout and a reply that cannot be used abort the request on the engine. Raises
         ``EngineLost``, ``EngineRefused``, ``ContextLengthExceeded`` or ``UpstreamError``.
         """
+        self._check(call)
         done = False
         try:
-            async with self._http.post(
-                f"{self.url}/generate", data=encode_call(call), headers=_headers(call), timeout=self._call_timeout
-            ) as response:
+            async with self._post_call(call, self._call_timeout) as response:
                 body = await response.read()
                 if response.status != 200:
                     raise self._refusal(call, response.status, body)
-            reply = parse_reply(call, _object(body), route_shape=self.route_shape)
+            reply = parse_reply(call, parse_object(body, blob_names(call)), facts=self.facts)
             done = True
             return reply
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -162,28 +171,26 @@ class EngineClient:
         Closing the iterator early aborts the request on the engine. Errors as ``generate``; a stream that
         ends without a finish reason is ``EngineLost``.
         """
+        self._check(call)
         done = False
-        assembly = _Assembly(call)
+        assembly = Assembly(call)
         try:
-            async with self._http.post(
-                f"{self.url}/generate", data=encode_call(call), headers=_headers(call), timeout=self._stream_timeout
-            ) as response:
+            async with self._post_call(call, self._stream_timeout) as response:
                 if response.status != 200:
                     raise self._refusal(call, response.status, await response.read())
-                async for data in _events(response):
-                    if data == b"[DONE]":
-                        break
-                    chunk = _object(data)
-                    if "error" in chunk:
-                        done = True
-                        raise self._refusal(call, _error_status(chunk), data)
-                    delta = assembly.add(chunk)
-                    if delta is not None:
-                        yield delta
+                async for events in event_batches(response):
+                    for data in assembly.worth_reading(events):
+                        event = assembly.read(data)
+                        if "error" in event:
+                            done = True
+                            raise self._refusal(call, _error_status(event), data)
+                        delta = assembly.add(event)
+                        if delta is not None:
+                            yield delta
             if assembly.last is None or meta_of(assembly.last).get("finish_reason") is None:
                 raise EngineLost(f"engine {self.url} closed the stream of {call.rid} before its end")
             done = True
-            yield parse_reply(call, assembly.whole(), route_shape=self.route_shape)
+            yield parse_reply(call, assembly.whole(), facts=self.facts)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
         finally:
@@ -299,7 +306,7 @@ class EngineClient:
         if status != 200:
             raise self._control_error(path, status, data)
         # Some update routes answer 200 with success false.
-        if data.startswith(b"{") and _object(data).get("success") is False:
+        if data.startswith(b"{") and parse_object(data).get("success") is False:
             raise self._control_error(path, 400, data)
 
     async def _get(self, path: str) -> Json:
@@ -311,7 +318,7 @@ class EngineClient:
             raise self._lost(error) from error
         if status != 200:
             raise self._control_error(path, status, data)
-        return _object(data)
+        return parse_object(data)
 
     async def _status(self, path: str) -> int:
         try:
@@ -320,6 +327,25 @@ class EngineClient:
                 return response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
+
+    def _post_call(
+        self, call: GenerateCall, timeout: aiohttp.ClientTimeout
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers = {"content-type": "application/json", "X-SMG-Routing-Key": call.routing_key}
+        return self._http.post(f"{self.url}/generate", data=_Body(encode_call(call)), headers=headers, timeout=timeout)
+
+    def _check(self, call: GenerateCall) -> None:
+        """Refuse what this engine's replies could not be checked for."""
+        for asked, shape, what in (
+            (call.return_routed_experts, self.facts.route_shape, "routed experts (num_experts_per_tok)"),
+            (call.return_indexer_topk, self.facts.indexer_shape, "indexer choices (index_topk)"),
+        ):
+            if asked and shape is None:
+                raise EngineRefused(
+                    f"the model of engine {self.url} has no {what} as far as it and its config.json say; "
+                    "do not ask for them with this model",
+                    upstream_status=400,
+                )
 
     def _lost(self, error: BaseException) -> EngineLost:
         return EngineLost(
@@ -332,7 +358,7 @@ class EngineClient:
         text = _error_text(body)
         if 400 <= status < 500:
             if "longer than the model's context length" in text or "context length" in text.lower():
-                return ContextLengthExceeded(int(call.input_ids.size), _limit_in(text))
+                return ContextLengthExceeded(call.prompt.size, _limit_in(text))
             return EngineRefused(f"engine {self.url} refused: {text}", upstream_status=status)
         return UpstreamError(f"engine {self.url} answered {status}: {text}")
 
@@ -353,78 +379,6 @@ class EngineClient:
             await self.abort(rid)
         except TollwayError as error:
             logger.info("abort of %s not delivered: %s", rid, error)
-
-
-class _Assembly:
-    """Joins stream chunks. Engines send cumulative lists by default and increments when so started."""
-
-    def __init__(self, call: GenerateCall) -> None:
-        self.last: Json | None = None
-        self._call = call
-        self._ids: list[object] = []
-        self._logprobs: list[object] = []
-        self._top: list[object] = []
-
-    def add(self, chunk: Json) -> GenerateDelta | None:
-        """Take one chunk; return its new tokens, ``None`` when it brought none."""
-        meta = meta_of(chunk)
-        total = int_of(meta, "completion_tokens")
-        before = len(self._ids)
-        self._ids = _join(self._ids, chunk.get("output_ids"), total, "output ids")
-        self._logprobs = _join(self._logprobs, meta.get("output_token_logprobs"), total, "output logprobs")
-        if self._call.top_logprobs:
-            self._top = _join(self._top, meta.get("output_top_logprobs"), total, "rows of top logprobs")
-        self.last = chunk
-        if total == before:
-            return None
-        ids: Ids = ids_of({"output_ids": self._ids[before:]})
-        logprobs: NDArray[np.float32] = logprobs_of({"output_token_logprobs": self._logprobs[before:]}, ids)
-        return GenerateDelta(ids, logprobs)
-
-    def whole(self) -> Json:
-        """The reply as a non-streaming call would have got it."""
-        last = self.last or {}
-        meta = {**meta_of(last), "output_token_logprobs": self._logprobs}
-        if self._call.top_logprobs:
-            meta["output_top_logprobs"] = self._top
-        return {**last, "output_ids": self._ids, "meta_info": meta}
-
-
-def _join(have: list[object], new: object, total: int, what: str) -> list[object]:
-    items = new if isinstance(new, list) else []
-    if len(items) == total:
-        return items
-    if len(have) + len(items) == total:
-        return have + items
-    raise UpstreamError(f"stream chunk brings {len(items)} {what} after {len(have)}, engine counts {total} tokens")
-
-
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Payload of every ``data:`` line. Lines may exceed any fixed buffer, so they are cut here."""
-    pending = bytearray()
-    async for part in response.content.iter_any():
-        pending += part
-        if len(pending) > _MAX_LINE:
-            raise UpstreamError(f"engine stream has an event of more than {_MAX_LINE} bytes")
-        *lines, rest = bytes(pending).split(b"\n")
-        pending = bytearray(rest)
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-
-
-def _headers(call: GenerateCall) -> dict[str, str]:
-    return {"content-type": "application/json", "X-SMG-Routing-Key": call.routing_key}
-
-
-def _object(body: bytes) -> Json:
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise UpstreamError(f"engine answered {len(body)} bytes that are not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UpstreamError(f"engine answered a JSON {type(value).__name__}, want an object")
-    return cast(Json, value)
 
 
 def _error_status(chunk: Json) -> int:

@@ -15,6 +15,7 @@ import base64
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
 from typing import cast
 
@@ -24,17 +25,39 @@ from aiohttp import web
 
 __all__ = ["FakeEngine", "FakeReply", "FakeRequest", "Script"]
 
+_HEAD = b'{"input_ids":['
+_MOST_MASKED = 1024
+"""Largest ``top_k`` with a sampling mask."""
 
-@dataclass(frozen=True, slots=True)
+
 class FakeRequest:
-    """One ``/generate`` call as the engine got it."""
+    """One ``/generate`` call as the engine got it. Its ids are parsed when somebody looks at them."""
 
-    rid: str
-    input_ids: list[int]
-    body: Mapping[str, object]
-    headers: Mapping[str, str]
-    number: int
-    """Counts calls from 0."""
+    def __init__(self, raw: bytes, headers: Mapping[str, str], number: int) -> None:
+        self.headers = headers
+        self.number = number
+        """Counts calls from 0."""
+        self._ids = b""
+        if raw.startswith(_HEAD):
+            end = raw.index(b"]")
+            self._ids = raw[len(_HEAD) : end]
+            self.body: Mapping[str, object] = orjson.loads(b"{" + raw[end + 2 :])
+            """Everything but the ids."""
+        else:
+            whole = cast("dict[str, object]", orjson.loads(raw))
+            self._ids = orjson.dumps(whole.pop("input_ids"))[1:-1]
+            self.body = whole
+        self.rid = str(self.body["rid"])
+
+    @cached_property
+    def input_ids(self) -> list[int]:
+        """The whole prompt."""
+        return cast("list[int]", orjson.loads(b"[" + self._ids + b"]"))
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Length of the prompt, counted without parsing it."""
+        return int(np.count_nonzero(np.frombuffer(self._ids, np.uint8) == ord(","))) + 1 if self._ids else 0
 
 
 @dataclass(slots=True)
@@ -55,6 +78,9 @@ class FakeReply:
     """Tokens per stream event."""
     top: Sequence[Sequence[tuple[float, int]]] | None = None
     routes: bytes | None = None
+    indexer: bytes | None = None
+    mask: Sequence[Sequence[int]] | None = None
+    """Ids that could have been drawn, per token; by default the id and two more."""
     cached_tokens: int | None = None
     """By default what the prefix cache says."""
     edit: Callable[[dict[str, object]], None] | None = None
@@ -63,7 +89,7 @@ class FakeReply:
     error: str = ""
     """With ``status`` other than 200."""
     raw: bytes | None = None
-    """Sent instead of any JSON."""
+    """Sent instead of any JSON, or of the events of a stream: what a benchmark has made beforehand."""
     drop_after: int | None = None
     """Close the connection after so many stream events (0: before the first byte)."""
     incremental: bool = False
@@ -89,13 +115,20 @@ class FakeEngine:
         context_length: int = 32768,
         page_size: int = 1,
         route_shape: tuple[int, int] | None = None,
+        indexer_shape: tuple[int, int] | None = None,
+        keep_requests: bool = True,
     ) -> None:
         self.script: Script = script or (lambda request: FakeReply(ids=[111, 107, 261]))
         self.version = version
+        self.precision = "float32"
         self.context_length = context_length
         self.page_size = page_size
         self.route_shape = route_shape
         """(layers, experts per token) of a mixture-of-experts model."""
+        self.indexer_shape = indexer_shape
+        """(layers, top_k) of a model with a sparse-attention indexer."""
+        self.keep_requests = keep_requests
+        """False: ``requests`` and ``replies`` stay empty, so that a long benchmark does not fill the memory."""
         self.requests: list[FakeRequest] = []
         self.replies: dict[str, list[int]] = {}
         """Request id -> ids that were returned."""
@@ -112,7 +145,9 @@ class FakeEngine:
         self.control_status: dict[str, int] = {}
         """Path -> status that a control call answers."""
         self.in_flight = 0
-        self._cache: list[np.ndarray] = []
+        self._cache: list[tuple[FakeRequest, list[int]] | np.ndarray] = []
+        """Sequences seen; those that nobody looked for a prefix in are not parsed yet."""
+        self._calls = 0
         self._running: dict[str, _Running] = {}
         self._runner: web.AppRunner | None = None
         self._site: web.TCPSite | None = None
@@ -171,10 +206,10 @@ class FakeEngine:
     # -- generation --------------------------------------------------------------------------------
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        body = cast("dict[str, object]", orjson.loads(await http.read()))
-        ids = cast("list[int]", body["input_ids"])
-        request = FakeRequest(str(body["rid"]), ids, body, dict(http.headers), len(self.requests))
-        self.requests.append(request)
+        request = FakeRequest(await http.read(), http.headers, self._calls)
+        self._calls += 1
+        if self.keep_requests:
+            self.requests.append(request)
         running = self._running[request.rid] = _Running()
         self.in_flight += 1
         try:
@@ -191,14 +226,18 @@ class FakeEngine:
             await _pause(reply.delay_s, running)
         if reply.status != 200:
             return _json({"error": {"message": reply.error}}, reply.status)
+        if (words := _refusal(request)) is not None:
+            return _json({"error": {"message": words}}, 400)
         if reply.raw is not None:
-            return web.Response(body=reply.raw, content_type="application/json")
+            kind = "text/event-stream" if streaming else "application/json"
+            return web.Response(body=reply.raw, content_type=kind)
         if running.aborted.is_set() and not streaming:
             reply = FakeReply(ids=[], finish="abort")
-        prompt = np.array(request.input_ids, np.int64)
-        cached = self._cached(prompt) if reply.cached_tokens is None else reply.cached_tokens
-        self._cache.append(np.concatenate([prompt, np.array(list(reply.ids), np.int64)])[:-1])
-        self.replies[request.rid] = list(reply.ids)
+        cached = self._cached(request) if reply.cached_tokens is None else reply.cached_tokens
+        if self.keep_requests or reply.cached_tokens is None:
+            self._cache.append((request, list(reply.ids)))
+        if self.keep_requests:
+            self.replies[request.rid] = list(reply.ids)
         if not streaming:
             if reply.drop_after is not None:
                 _cut(http)
@@ -237,34 +276,30 @@ class FakeEngine:
         spans = reply.versions or [(self.version, 0, len(reply.ids))]
         meta: dict[str, object] = {
             "id": request.rid,
-            "prompt_tokens": len(request.input_ids),
+            "prompt_tokens": request.prompt_tokens,
             "completion_tokens": len(ids),
             "cached_tokens": cached,
             "output_token_logprobs": [[p, token, None] for p, token in zip(logprobs, ids, strict=False)],
-            "finish_reason": self._finish(reply) if done else None,
+            "finish_reason": _finish(reply) if done else None,
             "weight_version": self.version,
             "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in spans]
             if done
             else None,
         }
-        if request.body.get("top_logprobs_num"):
-            k = int(cast(int, request.body["top_logprobs_num"]))
-            rows = reply.top or [[(p, t) for p, t in [(-0.5, token), (-1.5, token + 1)]][:k] for token in ids]
-            meta["output_top_logprobs"] = [[[p, t, None] for p, t in row] for row in rows[:count]]
+        meta |= _tops(request, reply, ids)
+        if request.body.get("return_sampling_mask"):
+            masks = [list(row) for row in reply.mask or [[token, token + 1, token + 2] for token in ids]][:count]
+            meta["output_token_sampling_mask"] = masks
+            meta["output_token_sampling_logprobs"] = [-(1 + token % 7) / 10 for token in ids]
+            meta["output_token_sampling_mask_length"] = len(masks)
         if request.body.get("return_routed_experts") and done:
             meta["routed_experts"] = base64.b64encode(self._routes(request, reply)).decode()
+        if request.body.get("return_indexer_topk") and done:
+            meta["indexer_topk"] = base64.b64encode(self._indexer(request, reply)).decode()
         value: dict[str, object] = {"text": "", "output_ids": ids, "meta_info": meta}
         if done and reply.edit is not None:
             reply.edit(value)
         return value
-
-    def _finish(self, reply: FakeReply) -> dict[str, object]:
-        if reply.finish == "stop":
-            last = reply.ids[-1] if reply.ids else None
-            return {"type": "stop", "matched": reply.matched if reply.matched is not None else last}
-        if reply.finish == "length":
-            return {"type": "length", "length": len(reply.ids)}
-        return {"type": reply.finish, "message": "aborted"}
 
     def _routes(self, request: FakeRequest, reply: FakeReply) -> bytes:
         if reply.routes is not None:
@@ -276,14 +311,32 @@ class FakeEngine:
         base = (sequence * 7 + at * 13)[:, None, None] + np.arange(layers)[:, None] * 3 + np.arange(top_k)
         return (base % 8).astype("<i4").tobytes()
 
-    def _cached(self, prompt: np.ndarray) -> int:
-        best = 0
-        for known in self._cache:
+    def _indexer(self, request: FakeRequest, reply: FakeReply) -> bytes:
+        if reply.indexer is not None:
+            return reply.indexer
+        layers, top_k = self.indexer_shape or (2, 4)
+        at = np.arange(request.prompt_tokens + max(len(reply.ids), 1) - 1)[:, None, None]
+        chosen = at - np.arange(layers)[:, None] - np.arange(top_k)
+        rows: np.ndarray = np.maximum(chosen, -1)
+        return rows.astype("<i4").tobytes()
+
+    def _cached(self, request: FakeRequest) -> int:
+        best, prompt = 0, np.array(request.input_ids, np.int64)
+        for at in range(len(self._cache)):
+            known = self._sequence(at)
             size = min(known.size, prompt.size - 1)
             if size > best:
                 different = np.flatnonzero(known[:size] != prompt[:size])
                 best = max(best, int(different[0]) if different.size else size)
         return best // self.page_size * self.page_size
+
+    def _sequence(self, at: int) -> np.ndarray:
+        entry = self._cache[at]
+        if isinstance(entry, np.ndarray):
+            return entry
+        request, sampled = entry
+        known = self._cache[at] = np.array([*request.input_ids, *sampled][:-1], np.int64)
+        return known
 
     # -- control -----------------------------------------------------------------------------------
 
@@ -324,13 +377,39 @@ class FakeEngine:
         info: dict[str, object] = {"model_path": "fake", "weight_version": self.version}
         if self.route_shape is not None:
             info |= {"num_hidden_layers": self.route_shape[0], "num_experts_per_tok": self.route_shape[1]}
+        if self.indexer_shape is not None:
+            info |= {"num_indexer_layers": self.indexer_shape[0], "index_topk": self.indexer_shape[1]}
         return _json(info)
 
     async def _server_info(self, http: web.Request) -> web.Response:
-        return _json({"version": "fake", "context_length": self.context_length, "page_size": self.page_size})
+        return _json(
+            {
+                "engine": "fake",
+                "version": "fake",
+                "dtype": self.precision,
+                "context_length": self.context_length,
+                "page_size": self.page_size,
+            }
+        )
 
     async def _metrics(self, http: web.Request) -> web.Response:
         return web.Response(text=self.metrics_text)
+
+
+def _refusal(request: FakeRequest) -> str | None:
+    top_k = cast("dict[str, int]", request.body["sampling_params"]).get("top_k", -1)
+    if request.body.get("return_sampling_mask") and not 1 <= top_k <= _MOST_MASKED:
+        return f"return_sampling_mask requires 1 <= top_k <= {_MOST_MASKED}; got top_k={top_k}."
+    return None
+
+
+def _finish(reply: FakeReply) -> dict[str, object]:
+    if reply.finish == "stop":
+        last = reply.ids[-1] if reply.ids else None
+        return {"type": "stop", "matched": reply.matched if reply.matched is not None else last}
+    if reply.finish == "length":
+        return {"type": "length", "length": len(reply.ids)}
+    return {"type": reply.finish, "message": "aborted"}
 
 
 async def _pause(seconds: float, running: _Running) -> None:
@@ -347,9 +426,34 @@ def _cut(http: web.Request) -> None:
 def _only_new(value: dict[str, object], before: int) -> None:
     meta = cast("dict[str, list[object]]", value["meta_info"])
     value["output_ids"] = cast("list[int]", value["output_ids"])[before:]
-    for name in ("output_token_logprobs", "output_top_logprobs"):
+    for name in (
+        "output_token_logprobs",
+        "output_top_logprobs",
+        "output_token_sampling_mask",
+        "output_token_sampling_logprobs",
+    ):
         if name in meta:
             meta[name] = meta[name][before:]
+
+
+def _tops(request: FakeRequest, reply: FakeReply, ids: Sequence[int]) -> dict[str, object]:
+    """Top log-probabilities of the first tokens, as arrays when asked for and when the rows are rectangular."""
+    k = cast(int, request.body.get("top_logprobs_num", 0))
+    if not k:
+        return {}
+    rows = reply.top or [[(-0.5 - column, token + column) for column in range(k)] for token in ids]
+    rows = [list(row) for row in rows[: len(ids)]]
+    if not request.body.get("return_flat_raw_output_top_logprobs") or {len(row) for row in rows} != {k}:
+        return {"output_top_logprobs": [[[p, t, None] for p, t in row] for row in rows]}
+    flat = {
+        "val": np.array([[p for p, _ in row] for row in rows], "<f4"),
+        "idx": np.array([[t for _, t in row] for row in rows], "<i4"),
+    }
+    fields: dict[str, object] = {"output_top_logprobs_shape": [len(rows), k], "output_top_logprobs_null_prefix": 0}
+    for name, array in flat.items():
+        fields[f"output_top_logprobs_{name}_flat_b64"] = base64.b64encode(array.tobytes()).decode()
+        fields[f"output_top_logprobs_{name}_flat_b64_dtype"] = "float32" if name == "val" else "int32"
+    return fields
 
 
 def _json(value: object, status: int = 200) -> web.Response:

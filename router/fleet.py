@@ -9,21 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from fnmatch import fnmatchcase
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 import aiohttp
-import orjson
 
 from tollway.errors import BadRequest, EngineRefused, InvalidRecord, NoEngine, NotFound, TollwayError, UpstreamError
 from tollway.records import PolicyVersion, parse_version
 from tollway.router import metrics
 from tollway.router.config import RouterConfig
 from tollway.router.engines import KEEP_ALIVE_S, EngineClient, Timeouts
+from tollway.router.facts import directory_config, read_facts
 from tollway.router.health import EngineHealth, EngineState
 
 __all__ = ["Engine", "Fleet", "check_url"]
@@ -58,6 +60,8 @@ class Engine:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to probe now."""
     probes: int = 0
+    drained: bool = False
+    """It takes no new sessions, also when it comes back."""
 
     @property
     def name(self) -> str:
@@ -89,6 +93,9 @@ class Engine:
             "version": self.version,
             "flush_epoch": self.flush_epoch,
             "model_path": self.model_path,
+            "kind": self.client.facts.kind,
+            "release": self.client.facts.release,
+            "precision": self.client.facts.precision,
             "context_length": self.context_length,
             "page_size": self.page_size,
             "kv_budget_tokens": self.max_total_tokens,
@@ -107,7 +114,8 @@ class Fleet:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
-        self._next = 0
+        self.next_number = 0
+        """Of the id that the next new engine gets."""
 
     async def aclose(self) -> None:
         """Stop probing, wait for aborts on their way, close every connection."""
@@ -118,17 +126,20 @@ class Fleet:
         await asyncio.gather(*(engine.http.close() for engine in self.engines.values()))
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def add(self, url: str) -> Engine:
-        """Start watching the engine at ``url``; a known URL returns the known engine. ``BadRequest`` on a bad URL."""
-        url = check_url(url)
+    def add(self, url: str, *, engine_id: str = "") -> Engine:
+        """Start watching the engine at ``url``; a known URL returns the known engine. ``BadRequest`` on a bad URL.
+
+        ``engine_id`` is the id that it has elsewhere; by default it gets the next one.
+        """
+        url = check_url(url, self._config.engine_hosts)
         for engine in self.engines.values():
             if engine.url == url:
                 engine.wake.set()
                 return engine
         http, client = self._connect(url)
         health = EngineHealth(self._config.probe_failures, self._config.busy_window_s)
-        engine = Engine(f"e{self._next}", url, client, http, health)
-        self._next += 1
+        engine = Engine(engine_id or f"e{self.next_number}", url, client, http, health)
+        self.next_number += 0 if engine_id else 1
         self.engines[engine.id] = engine
         self._tasks[engine.id] = asyncio.get_running_loop().create_task(self._watch(engine), name=f"probe {engine.id}")
         return engine
@@ -145,6 +156,12 @@ class Fleet:
         await engine.client.aclose()
         await engine.http.close()
 
+    def drain(self, engine: Engine) -> None:
+        """No new session goes to the engine; its own go on."""
+        engine.drained = True
+        engine.health.drain()
+        self.changed(engine)
+
     def get(self, engine_id: str) -> Engine:
         """Engine by id. Raises ``NotFound``."""
         try:
@@ -157,11 +174,11 @@ class Fleet:
         """Ids of engines that take new sessions."""
         return [each.id for each in self.engines.values() if each.health.state is EngineState.SERVING]
 
-    async def wait_serving(self, timeout_s: float) -> None:
-        """Wait until an engine takes traffic. Raises ``NoEngine`` with every engine's last words."""
+    async def wait_serving(self, timeout_s: float, count: int = 1) -> None:
+        """Wait until ``count`` engines take traffic. Raises ``NoEngine`` with every engine's last words."""
         try:
             async with asyncio.timeout(timeout_s):
-                while not self.serving():
+                while len(self.serving()) < count:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
@@ -225,21 +242,31 @@ class Fleet:
             version = parse_version(info.weight_version)
         except InvalidRecord as error:
             raise UpstreamError(f"engine {engine.url} cannot join: {error}") from error
-        shape = _shape_in(info.raw)
+        said: Mapping[str, object] = {}
         try:
             server = await engine.client.server_info()
-            shape = shape or _shape_in(server.raw)
+            said = server.raw
             engine.context_length, engine.page_size = server.context_length, server.page_size
-            engine.max_total_tokens = self._config.kv_budget_tokens or server.max_total_tokens
+            reported = server.max_total_tokens
+            share = int(reported * self._config.kv_share) if reported is not None else None
+            engine.max_total_tokens = self._config.kv_budget_tokens or share
         except EngineRefused:
             engine.max_total_tokens = self._config.kv_budget_tokens
         engine.version, engine.model_path = version, info.model_path
-        engine.client.route_shape = shape or _shape_of_directory(info.model_path)
+        engine.client.facts = read_facts(info.raw, said, directory_config(info.model_path))
         await self.read_evictions(engine)
         # From here on nothing is awaited: whoever sees it serve finds it in the table.
         engine.health.confirmed()
         engine.health.serve()
+        if engine.drained:
+            engine.health.drain()
         logger.info("engine %s serves version %d", engine.name, version)
+        if engine.client.facts.cumulative_streams:
+            logger.warning(
+                "engine %s repeats the whole reply in every event of a stream; start it with "
+                "--incremental-streaming-output when long replies are streamed",
+                engine.url,
+            )
         self.changed(engine)
 
     async def read_evictions(self, engine: Engine) -> None:
@@ -266,7 +293,11 @@ class Fleet:
     def _connect(self, url: str) -> tuple[aiohttp.ClientSession, EngineClient]:
         c = self._config
         http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S), auto_decompress=True
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # A reply with expert choices is a megabyte: with less room its reading stops and starts again.
+            read_bufsize=1 << 20,
+            auto_decompress=True,
         )
         timeouts = Timeouts(
             connect_s=c.connect_timeout_s,
@@ -278,8 +309,11 @@ class Fleet:
         return http, EngineClient(url, http, timeouts=timeouts)
 
 
-def check_url(url: str) -> str:
-    """An engine's URL: http or https, a host, no credentials, no query. Raises ``BadRequest``."""
+def check_url(url: str, allowed: Sequence[str] = ("*",)) -> str:
+    """An engine's URL: http or https, an allowed host, no credentials, no query. Raises ``BadRequest``.
+
+    Link-local addresses are refused whatever is allowed: metadata services of clouds answer there.
+    """
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -289,20 +323,23 @@ def check_url(url: str) -> str:
         raise BadRequest(f"engine url {url!r}: want http://host:port without credentials", param="url")
     if parts.query or parts.fragment or port == 0:
         raise BadRequest(f"engine url {url!r}: want http://host:port without query or fragment", param="url")
+    host = parts.hostname.lower()
+    if not url.isascii() or not url.isprintable() or " " in url:
+        raise BadRequest(f"engine url {url!r}: want printable ASCII without spaces", param="url")
+    if not any(fnmatchcase(host, pattern.lower()) for pattern in allowed):
+        raise BadRequest(f"engine host {host} is not in router.engine_hosts: {', '.join(allowed)}", param="url")
+    if _is_link_local(host):
+        raise BadRequest(f"engine url {url!r} is a link-local address; no engine is served there", param="url")
     return url.rstrip("/")
 
 
-def _shape_of_directory(model_path: str) -> tuple[int, int] | None:
-    """(layers, experts per token) from the model directory, when it is ours to read."""
+def _is_link_local(host: str) -> bool:
     try:
-        return _shape_in(orjson.loads((Path(model_path) / "config.json").read_bytes()))
-    except (OSError, orjson.JSONDecodeError, ValueError):
-        return None
-
-
-def _shape_in(facts: object) -> tuple[int, int] | None:
-    """The same from whatever the engine says of its model."""
-    if not isinstance(facts, Mapping):
-        return None
-    layers, top_k = facts.get("num_hidden_layers"), facts.get("num_experts_per_tok")
-    return (layers, top_k) if isinstance(layers, int) and isinstance(top_k, int) else None
+        address = ip_address(socket.inet_ntoa(socket.inet_aton(host)))  # 0xa9fe0001 and 169.254.1 are addresses, too
+    except OSError:
+        try:
+            address = ip_address(host.partition("%")[0])
+        except ValueError:
+            return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_link_local)

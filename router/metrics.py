@@ -24,10 +24,12 @@ LOST = Counter(
 IN_FLIGHT = Gauge(
     declare("tollway_router_in_flight_calls", "calls", "Generation calls running now", "gauge"),
     "Generation calls running now",
+    multiprocess_mode="livesum",
 )
 ENGINES_SERVING = Gauge(
     declare("tollway_router_serving_engines", "engines", "Engines that take traffic now", "gauge"),
     "Engines that take traffic now",
+    multiprocess_mode="livemin",  # what every worker of a server can use
 )
 WASTED = Counter(
     declare("tollway_cache_wasted_tokens", "tokens", "Prefix tokens that could have been cached, by cause", "counter"),

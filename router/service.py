@@ -95,8 +95,7 @@ class Router:
     def drain_engine(self, engine_id: str) -> Engine:
         """No new session goes to the engine; its own go on."""
         engine = self.fleet.get(engine_id)
-        engine.health.drain()
-        self.fleet.changed(engine)
+        self.fleet.drain(engine)
         return engine
 
     async def wait_ready(self, timeout_s: float) -> None:
@@ -203,7 +202,7 @@ class Router:
         rids: list[str] = []
         current, moved, first_cached = call, None, None
         while True:
-            engine, pin = self._target(key, int(call.input_ids.size), group)
+            engine, pin = self._target(key, call.prompt.size, group)
             moved, pin.moved = moved or pin.moved, None
             current = replace(current, routed_dp_rank=pin.dp_rank)
             rids.append(current.rid)
@@ -292,7 +291,7 @@ class Router:
             incarnation=engine.health.incarnation,
             flush_epoch=engine.flush_epoch,
             end_version=version,
-            prompt_tokens=int(call.input_ids.size),
+            prompt_tokens=call.prompt.size,
             output_tokens=int(reply.output_ids.size),
             started_at=started,
             ended_at=time.monotonic(),

@@ -1,7 +1,7 @@
-"""The ASGI application: plain dispatch for the chat path, FastAPI for everything else.
+"""The ASGI application: plain dispatch for model calls, FastAPI for everything else.
 
-The chat path carries nearly all traffic and costs a fraction of a framework's route. Depends on
-``gateway``, ``routes`` and FastAPI.
+Model calls are nearly all traffic, and a plain callable costs a fraction of a framework's route. Depends on
+``gateway``, ``routes``, the dialects and FastAPI.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from tollway.errors import BadRequest, NotFound, TollwayError
 from tollway.router.config import RouterConfig
 from tollway.session_server import auth
 from tollway.session_server.config import ServerConfig
+from tollway.session_server.dialects.base import Dialect
+from tollway.session_server.dialects.chat import CHAT
+from tollway.session_server.dialects.messages import MESSAGES
+from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.gateway import Gateway
 from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, send_reply
 from tollway.session_server.routes import router
@@ -26,9 +30,14 @@ from tollway.session_server.routes import router
 __all__ = ["TollwayApp", "create_app"]
 
 logger = logging.getLogger(__name__)
-_CHAT = "/v1/chat/completions"
 _SESSIONS = "/sessions/"
-_OTHER_DIALECTS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
+_COUNT = "/v1/messages/count_tokens"
+_DIALECTS: dict[str, Dialect] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+    _COUNT: MESSAGES,
+}
 
 
 class TollwayApp:
@@ -49,25 +58,33 @@ class TollwayApp:
             await self._lifespan(receive, send)
             return
         path = cast(str, scope.get("path", ""))
-        if scope["type"] == "http" and path.endswith(_CHAT) and scope["method"] == "POST":
-            await self._chat(path, scope, receive, send)
-            return
+        if scope["type"] == "http" and scope["method"] == "POST":
+            name = path[at:] if (at := path.find("/v1/")) >= 0 else ""
+            if name in _DIALECTS:
+                await self._turn(path[:at], name, scope, receive, send)
+                return
         await self._rest(scope, receive, send)
 
-    async def _chat(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _turn(self, base: str, name: str, scope: Scope, receive: Receive, send: Send) -> None:
+        dialect = _DIALECTS[name]
         headers = cast("Iterable[tuple[bytes, bytes]]", scope["headers"])
+        gateway = self.gateway
         try:
             token = auth.credential(headers)
-            if path == _CHAT:
-                session = await self.gateway.session_of_token(token)
+            if base:
+                session_id = base.removeprefix(_SESSIONS)
+                if not base.startswith(_SESSIONS) or "/" in session_id:
+                    raise NotFound(f"no route {base}{name}")
+                session = await gateway.session_by_id(session_id, token)
             else:
-                session_id = path[len(_SESSIONS) : -len(_CHAT)]
-                if not path.startswith(_SESSIONS) or "/" in session_id:
-                    raise NotFound(f"no route {path}")
-                session = await self.gateway.session_by_id(session_id, token)
-            await self.gateway.chat.handle(session, headers, receive, send)
+                session = await gateway.session_of_token(token)
+            async with gateway.store.visit(session):
+                if name == _COUNT:
+                    await gateway.api.count(session, dialect, receive, send)
+                else:
+                    await gateway.api.handle(session, dialect, headers, receive, send)
         except TollwayError as error:
-            await send_reply(send, error.status, error_body(error), error_headers(error))
+            await send_reply(send, error.status, dialect.error(error), error_headers(error))
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         while True:
@@ -104,10 +121,7 @@ async def _render_error(request: Request, error: Exception) -> Response:
 async def _render_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
-    known = NotFound(
-        f"no route {request.method} {path}"
-        + ("; this version serves /v1/chat/completions only" if path.endswith(_OTHER_DIALECTS) else "")
-    )
+    known = NotFound(f"no route {request.method} {path}; model calls go to {', '.join(_DIALECTS)}")
     known.status = status
     return Response(error_body(known), status_code=status, media_type="application/json")
 

@@ -1,7 +1,8 @@
 """Secrets: one per session, hashed at rest, compared in constant time; the admin key is apart.
 
 A session token names its session (``tw_<id>_<secret>``), so harnesses that cannot set a path can use it
-alone. Unknown and foreign sessions are answered alike. Pure functions over strings.
+alone, and a session id names the worker that owns it. Unknown and foreign sessions are answered alike. Pure
+functions over strings.
 """
 
 from __future__ import annotations
@@ -14,16 +15,36 @@ from collections.abc import Iterable
 
 from tollway.errors import Unauthorized
 
-__all__ = ["credential", "is_admin", "new_session_secret", "refused", "session_of", "token_hash", "token_matches"]
+__all__ = [
+    "credential",
+    "is_admin",
+    "new_session_secret",
+    "refused",
+    "session_of",
+    "token_hash",
+    "token_matches",
+    "worker_of",
+]
 
-_TOKEN = re.compile(r"tw_([0-9a-f]{32})_[A-Za-z0-9_-]{43}")
+_ID = re.compile(r"[0-9a-f]{32}([0-9a-f]{2})")
+_TOKEN = re.compile(r"tw_([0-9a-f]{34})_[A-Za-z0-9_-]{43}")
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-def new_session_secret() -> tuple[str, str]:
-    """(session id, token): 128 random bits name the session, 256 guard it."""
-    session_id = secrets.token_hex(16)
+def new_session_secret(worker: int = 0) -> tuple[str, str]:
+    """(session id, token): 128 random bits and its worker name the session, 256 random bits guard it."""
+    session_id = f"{secrets.token_hex(16)}{worker:02x}"
     return session_id, f"tw_{session_id}_{secrets.token_urlsafe(32)}"
+
+
+def worker_of(session_id: str) -> int | None:
+    """Index of the worker that owns a session; ``None`` for what is no session id.
+
+    >>> worker_of("0123456789abcdef" * 2 + "0a")
+    10
+    """
+    match = _ID.fullmatch(session_id)
+    return int(match.group(1), 16) if match else None
 
 
 def token_hash(token: str) -> bytes:

@@ -96,6 +96,11 @@ class CallBook:
         """Calls that are not finished."""
         return len(self._running)
 
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Generations that run."""
+        return [call.task for call in self._running if call.task is not None]
+
     def find(self, digest: bytes, *, key: str | None, retry: bool) -> Call | None:
         """The call that a request repeats. Raises ``BadRequest`` when a key comes back with another body."""
         if key is not None:

@@ -1,39 +1,49 @@
 """Async client of the session server, for environments, the trainer and users' own code.
 
 Speaks only the public HTTP surface: whatever this client can do, a harness or an operator can do with
-curl. Errors of the server come back as the ``TollwayError`` subclass with the same ``code``. Must not
-import the server. Depends on aiohttp, orjson, numpy and the kernel.
+curl. Errors of the server come back as the ``TollwayError`` subclass with the same ``code``; a server that
+does not answer in time is an error, never an empty result. Calls that are safe to repeat are repeated, for a
+bounded time. Must not import the server. Depends on ``client_forms``, aiohttp and the kernel.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, TypeVar, cast
 
 import aiohttp
 import orjson
 
-from tollway import errors
-from tollway.errors import (
-    BadRequest,
-    CapacityExceeded,
-    ContextLengthExceeded,
-    EngineLost,
-    NotFound,
-    TollwayError,
-    UpstreamError,
-    VersionNotReady,
+from tollway.errors import CapacityExceeded, EngineLost, NotFound, ServerStopping, UpstreamError, WorkerDown
+from tollway.messages import Message, ToolSpec
+from tollway.records import PolicyVersion, Sampling, Trajectory
+from tollway.session_server.client_forms import (
+    ChatDelta,
+    ChatReply,
+    Json,
+    StreamReader,
+    Usage,
+    choice_json,
+    count_json,
+    error_of,
+    message_json,
+    object_of,
+    parse_chat,
+    sampling_json,
+    tool_json,
 )
-from tollway.messages import Message, ToolCall, ToolSpec
-from tollway.records import Sampling, Trajectory
 from tollway.session_server.columns import unpack_rows
 
-__all__ = ["ChatReply", "Json", "Session", "SessionClient", "Usage"]
+__all__ = ["ChatDelta", "ChatReply", "Json", "Session", "SessionClient", "SessionOptions", "Usage"]
 
-Json = Mapping[str, object]
+T = TypeVar("T")
+_JSON = {"content-type": "application/json"}
+_TRIES = 3
+"""How often a safe call meets a connection that breaks before that is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,28 +59,36 @@ class Session:
     """Unix seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts of one call."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int | None
-    """``None``: the engine did not say."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatReply:
-    """One assistant message."""
+class SessionOptions:
+    """Further wishes for a new session."""
 
-    message: Message
-    finish_reason: str
-    usage: Usage
-    raw: Json = field(default_factory=dict, repr=False)
+    min_version: PolicyVersion | None = None
+    """Oldest weights that may serve it; calls are refused until some engine has them."""
+    exact_version: PolicyVersion | None = None
+    branches: Literal["all", "main"] = "all"
+    """Which leaves the export has: all, or of each conversation with tools the one that was continued last."""
+    side_requests: Literal["mark", "train", "drop"] | None = None
+    """Conversations without tools beside one with tools; ``None``: as the server is configured."""
+    idempotency_key: str | None = None
+    """The same key opens the same session; by default every ``create`` has one of its own."""
+
+    def fields(self) -> dict[str, object]:
+        """Body fields of what differs from the default."""
+        said = {
+            "min_version": self.min_version,
+            "exact_version": self.exact_version,
+            "branches": None if self.branches == "all" else self.branches,
+            "side_requests": self.side_requests,
+        }
+        return {name: value for name, value in said.items() if value is not None}
 
 
 class SessionClient:
     """Client of one session server. The HTTP session belongs to the caller.
+
+    ``timeout_s`` bounds a control call and ``chat_timeout_s`` a model call, each attempt of it; ``retry_s`` is
+    how long a call that is safe to repeat waits for a worker or server that is starting again.
 
     >>> async with aiohttp.ClientSession() as http:  # doctest: +SKIP
     ...     client = SessionClient("http://127.0.0.1:8700", admin_key, http=http)
@@ -86,12 +104,16 @@ class SessionClient:
         http: aiohttp.ClientSession,
         timeout_s: float = 60.0,
         chat_timeout_s: float = 3600.0,
+        retry_s: float = 30.0,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._admin = {"authorization": f"Bearer {admin_key}"}
         self._http = http
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._chat_timeout = aiohttp.ClientTimeout(total=chat_timeout_s)
+        self._retry_s = retry_s
+
+    # -- sessions ----------------------------------------------------------------------------------
 
     async def create(
         self,
@@ -102,55 +124,39 @@ class SessionClient:
         metadata: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         wait_s: float = 0.0,
+        options: SessionOptions = SessionOptions(),
     ) -> Session:
         """Open a session. At capacity: ``CapacityExceeded`` after retrying for ``wait_s``."""
         body: dict[str, object] = {"task_id": task_id, "group_id": group_id, "metadata": dict(metadata or {})}
         if sampling is not None:
-            body["sampling"] = _sampling_json(sampling)
+            body["sampling"] = sampling_json(sampling)
         if ttl_s is not None:
             body["ttl_s"] = ttl_s
+        body |= options.fields()
+        # With a key, a create whose answer was lost opens no second session when it is sent again.
+        headers = {**self._admin, "idempotency-key": options.idempotency_key or secrets.token_urlsafe(16)}
         deadline = asyncio.get_running_loop().time() + wait_s
         while True:
             try:
-                raw = await self._call("POST", "/sessions", body)
+                raw = object_of(
+                    await self._safe(lambda: self._bytes("POST", "/sessions", body, headers, self._timeout))
+                )
                 break
             except CapacityExceeded as error:
                 if asyncio.get_running_loop().time() + error.retry_after_s > deadline:
                     raise
                 await asyncio.sleep(error.retry_after_s)
-        return Session(
-            session_id=str(raw["session_id"]),
-            token=str(raw["token"]),
-            base_url=str(raw["base_url"]),
-            openai_base_url=str(raw["openai_base_url"]),
-            anthropic_base_url=str(raw["anthropic_base_url"]),
-            expires_at=float(cast(float, raw["expires_at"])),
-        )
-
-    async def chat(
-        self,
-        session: Session,
-        messages: Sequence[Message | Json],
-        tools: Sequence[ToolSpec | Json] = (),
-        *,
-        options: Mapping[str, object] | None = None,
-        idempotency_key: str | None = None,
-    ) -> ChatReply:
-        """One plain Chat Completions call; ``options`` are further body fields such as ``max_tokens``."""
-        body: dict[str, object] = {
-            "model": "policy",
-            "messages": [_message_json(message) for message in messages],
-            **(options or {}),
-        }
-        if tools:
-            body["tools"] = [_tool_json(tool) for tool in tools]
-        headers = {"authorization": f"Bearer {session.token}"}
-        if idempotency_key is not None:
-            headers["idempotency-key"] = idempotency_key
-        data = await self._bytes(
-            "POST", f"{session.openai_base_url}/chat/completions", body, headers, self._chat_timeout
-        )
-        return parse_chat(_object(data))
+        try:
+            return Session(
+                session_id=str(raw["session_id"]),
+                token=str(raw["token"]),
+                base_url=str(raw["base_url"]),
+                openai_base_url=str(raw["openai_base_url"]),
+                anthropic_base_url=str(raw["anthropic_base_url"]),
+                expires_at=float(cast(float, raw["expires_at"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise UpstreamError(f"the session server answered a create without {error}") from error
 
     async def session(self, session_id: str) -> Json:
         """State, tree, counters and cache figures of a session."""
@@ -158,8 +164,8 @@ class SessionClient:
 
     async def trajectories(self, session_id: str) -> tuple[Trajectory, ...]:
         """Every exported row of a session. Never an empty answer for a failure: errors raise."""
-        url = f"{self.base_url}/sessions/{session_id}/trajectories?format=safetensors"
-        return unpack_rows(await self._bytes("GET", url, None, self._admin, self._timeout))
+        path = f"/sessions/{session_id}/trajectories?format=safetensors"
+        return unpack_rows(await self._safe(lambda: self._bytes("GET", path, None, self._admin, self._timeout)))
 
     async def reward(
         self,
@@ -181,6 +187,75 @@ class SessionClient:
         """Abort whatever runs and forget the session. Safe to call twice."""
         await self._call("DELETE", f"/sessions/{session_id}")
 
+    # -- model calls -------------------------------------------------------------------------------
+
+    async def chat(
+        self,
+        session: Session,
+        messages: Sequence[Message | Json],
+        tools: Sequence[ToolSpec | Json] = (),
+        *,
+        tool_choice: str | None = None,
+        options: Mapping[str, object] | None = None,
+        idempotency_key: str | None = None,
+    ) -> ChatReply:
+        """One plain Chat Completions call.
+
+        ``tool_choice`` is ``auto``, ``none``, ``required`` or a tool's name; ``options`` are further body fields
+        such as ``max_tokens``. With an ``idempotency_key`` a call whose answer was lost is sent again and gets
+        that answer; without one it raises, since a second call would be a second sample.
+        """
+        body = _chat_body(messages, tools, tool_choice, options)
+        url, headers = _turn(session, idempotency_key)
+
+        async def once() -> bytes:
+            return await self._bytes("POST", url, body, headers, self._chat_timeout)
+
+        return parse_chat(object_of(await (once() if idempotency_key is None else self._safe(once))))
+
+    async def stream(
+        self,
+        session: Session,
+        messages: Sequence[Message | Json],
+        tools: Sequence[ToolSpec | Json] = (),
+        *,
+        tool_choice: str | None = None,
+        options: Mapping[str, object] | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncGenerator[ChatDelta]:
+        """The same call piece by piece; the last piece is the whole reply.
+
+        Raises ``EngineLost`` when the stream breaks off. Leave the loop (``aclosing``) to abort the call. Never
+        sent again by itself: a caller that has seen pieces has to know.
+        """
+        body = _chat_body(messages, tools, tool_choice, options)
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        url, headers = _turn(session, idempotency_key)
+        reader = StreamReader()
+        try:
+            async with self._http.post(
+                url, data=orjson.dumps(body), headers={**headers, **_JSON}, timeout=self._chat_timeout
+            ) as response:
+                if response.status >= 400:
+                    raise error_of(response.status, await response.read(), response.headers.get("retry-after"))
+                async for chunk in response.content.iter_any():
+                    for delta in reader.feed(chunk):
+                        yield delta
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
+        yield ChatDelta(reply=reader.reply())
+
+    async def count_tokens(self, session: Session, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
+        """How many tokens the prompt of such a call would have."""
+        url, headers = f"{session.anthropic_base_url}/v1/messages/count_tokens", _bearer(session)
+        body = count_json(messages, tools)
+        raw = object_of(await self._safe(lambda: self._bytes("POST", url, body, headers, self._timeout)))
+        if not isinstance(count := raw.get("input_tokens"), int):
+            raise UpstreamError(f"the session server counted {count!r} tokens")
+        return count
+
+    # -- the fleet ---------------------------------------------------------------------------------
+
     async def cache(self) -> Json:
         """Prefix-cache figures: hit rate, ceiling, efficiency, waste by cause."""
         return await self._call("GET", "/cache")
@@ -194,148 +269,97 @@ class SessionClient:
         """Register an engine; it serves once its weight version is confirmed."""
         return await self._call("POST", "/engines", {"url": url})
 
-    async def refit(self, engine_id: str, version: int | None, *, flushed: bool) -> None:
+    async def remove_engine(self, engine_id: str) -> None:
+        """Forget an engine; its sessions move at their next call. Safe to call twice."""
+        with contextlib.suppress(NotFound):
+            await self._call("DELETE", f"/engines/{engine_id}")
+
+    async def drain_engine(self, engine_id: str) -> Json:
+        """No new session goes to the engine; its own go on."""
+        return await self._call("POST", f"/engines/{engine_id}/drain", {})
+
+    async def refit(self, engine_id: str, version: PolicyVersion | None, *, flushed: bool) -> None:
         """Tell the server, before the engine continues, that it was flushed, has a new version, or both."""
         await self._call("POST", f"/engines/{engine_id}/refit", {"version": version, "flushed": flushed})
 
     async def ready(self) -> bool:
         """Whether the server can serve a turn now."""
         try:
-            async with self._http.get(f"{self.base_url}/readyz", timeout=self._timeout) as response:
+            async with self._http.get(
+                f"{self.base_url}/readyz", headers=self._admin, timeout=self._timeout
+            ) as response:
                 return response.status == 200
         except (aiohttp.ClientError, OSError, TimeoutError):
             return False
 
-    async def _call(self, method: str, path: str, body: Mapping[str, object] | None = None) -> Json:
-        return _object(await self._bytes(method, self.base_url + path, body, self._admin, self._timeout))
+    # -- pieces ------------------------------------------------------------------------------------
+
+    async def _call(self, method: str, path: str, body: Json | None = None) -> Json:
+        """A control call. All of them may be sent twice: the second does nothing, or is refused as the first was."""
+        return object_of(await self._safe(lambda: self._bytes(method, path, body, self._admin, self._timeout)))
+
+    async def _safe(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Repeat a call that may be sent twice, for a bounded time, where that can help."""
+        clock = asyncio.get_running_loop().time
+        deadline, tries, pause = clock() + self._retry_s, 1, 0.1
+        while True:
+            try:
+                return await call()
+            except (WorkerDown, ServerStopping):
+                if clock() + pause > deadline:
+                    raise
+            except EngineLost as error:
+                # Only what this client lost; an engine that the server lost is the server's matter.
+                if not isinstance(error, _Unreachable) or error.timed_out or tries >= _TRIES:
+                    raise
+                tries += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
     async def _bytes(
-        self,
-        method: str,
-        url: str,
-        body: Mapping[str, object] | None,
-        headers: Mapping[str, str],
-        timeout: aiohttp.ClientTimeout,
+        self, method: str, target: str, body: Json | None, headers: Mapping[str, str], timeout: aiohttp.ClientTimeout
     ) -> bytes:
+        url = target if "://" in target else self.base_url + target
         data = None if body is None else orjson.dumps(body)
-        all_headers = {**headers, "content-type": "application/json"} if data is not None else dict(headers)
+        all_headers = {**headers, **_JSON} if data is not None else dict(headers)
         try:
             async with self._http.request(method, url, data=data, headers=all_headers, timeout=timeout) as response:
                 reply = await response.read()
                 if response.status >= 400:
-                    raise _error(response.status, reply, response.headers.get("retry-after"))
+                    raise error_of(response.status, reply, response.headers.get("retry-after"))
                 return reply
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise EngineLost(f"session server at {self.base_url}: {type(error).__name__}: {error}") from error
+            raise self._lost(error) from error
 
-
-def parse_chat(raw: Json) -> ChatReply:
-    """Read a Chat Completions reply. Raises ``UpstreamError`` when it is not one."""
-    try:
-        choice = cast("list[dict[str, object]]", raw["choices"])[0]
-        message = cast("dict[str, object]", choice["message"])
-        usage = cast("dict[str, object]", raw["usage"])
-        calls = cast("list[dict[str, dict[str, str]]]", message.get("tool_calls") or [])
-        details = cast("dict[str, int]", usage.get("prompt_tokens_details") or {})
-        reasoning = message.get("reasoning_content")
-        return ChatReply(
-            message=Message(
-                role="assistant",
-                content=str(message.get("content") or ""),
-                reasoning=reasoning if isinstance(reasoning, str) else None,
-                tool_calls=tuple(
-                    ToolCall(str(call["id"]), call["function"]["name"], call["function"]["arguments"]) for call in calls
-                ),
-            ),
-            finish_reason=str(choice["finish_reason"]),
-            usage=Usage(
-                cast(int, usage["prompt_tokens"]), cast(int, usage["completion_tokens"]), details.get("cached_tokens")
-            ),
-            raw=raw,
+    def _lost(self, error: BaseException) -> EngineLost:
+        return _Unreachable(
+            f"session server at {self.base_url}: {type(error).__name__}: {error}",
+            refused=isinstance(error, aiohttp.ClientConnectorError),
+            timed_out=isinstance(error, TimeoutError),
         )
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise UpstreamError(f"not a chat completion: {error!r}") from error
 
 
-def _sampling_json(sampling: Sampling) -> dict[str, object]:
-    return {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "max_new_tokens": sampling.max_new_tokens,
-        "seed": sampling.seed,
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
+class _Unreachable(EngineLost):
+    """The session server itself did not answer."""
 
 
-def _message_json(message: Message | Json) -> Json:
-    if not isinstance(message, Message):
-        return message
-    out: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        out["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        out["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in message.tool_calls
-        ]
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    if message.name is not None:
-        out["name"] = message.name
-    return out
+def _chat_body(
+    messages: Sequence[Message | Json],
+    tools: Sequence[ToolSpec | Json],
+    tool_choice: str | None,
+    options: Mapping[str, object] | None,
+) -> dict[str, object]:
+    body: dict[str, object] = {"model": "policy", "messages": [message_json(message) for message in messages]}
+    if tools:
+        body["tools"] = [tool_json(tool) for tool in tools]
+    return {**body, **choice_json(tool_choice), **(options or {})}
 
 
-def _tool_json(tool: ToolSpec | Json) -> Json:
-    if not isinstance(tool, ToolSpec):
-        return tool
-    function: dict[str, object] = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": orjson.loads(tool.parameters),
-    }
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+def _turn(session: Session, idempotency_key: str | None) -> tuple[str, dict[str, str]]:
+    """URL and headers of a model call."""
+    key = {} if idempotency_key is None else {"idempotency-key": idempotency_key}
+    return f"{session.openai_base_url}/chat/completions", {**_bearer(session), **key}
 
 
-def _object(data: bytes) -> Json:
-    if not data:
-        return {}
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise UpstreamError(f"the session server answered {len(data)} bytes that are not JSON: {error}") from error
-    return cast(Json, value) if isinstance(value, dict) else {"value": value}
-
-
-def _error(status: int, body: bytes, retry_after: str | None) -> TollwayError:
-    """The error of the server as its own class; unknown codes fall back on the status."""
-    message, code = body[:300].decode("utf-8", "replace"), ""
-    inner: dict[str, object] = {}
-    with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
-        inner = dict(orjson.loads(body)["error"])
-        message, code = str(inner["message"]), str(inner.get("code"))
-    if status == 429:
-        wait_s = 1.0
-        with contextlib.suppress(TypeError, ValueError):  # absent, or a date that a proxy wrote
-            wait_s = float(retry_after)  # type: ignore[arg-type]  # None is the absent case
-        return CapacityExceeded(message, retry_after_s=wait_s)
-    if code == ContextLengthExceeded.code:
-        return ContextLengthExceeded(_int(inner, "prompt_tokens") or 0, _int(inner, "limit") or 0)
-    if code == VersionNotReady.code:
-        return VersionNotReady(_int(inner, "wanted") or 0, _int(inner, "serving"))
-    for name in errors.__all__:
-        kind = getattr(errors, name)
-        if kind.code == code and kind.__init__ in (TollwayError.__init__, BadRequest.__init__, EngineLost.__init__):
-            return cast(TollwayError, kind(message))
-    known: dict[int, type[TollwayError]] = {404: NotFound, 400: BadRequest}
-    error = known.get(status, UpstreamError)(message)
-    error.code, error.status = code or error.code, status
-    return error
-
-
-def _int(values: Json, name: str) -> int | None:
-    value = values.get(name)
-    return value if isinstance(value, int) else None
+def _bearer(session: Session) -> dict[str, str]:
+    return {"authorization": f"Bearer {session.token}"}

@@ -1,22 +1,33 @@
 """Trajectory rows of a session: one per leaf, exactly what the engine was sent and returned.
 
 A leaf's row ends with its last sampled id: the engine never saw what a template would put behind it. Every
-sampled id has mask 1 in exactly one row, the first leaf's that reaches it; elsewhere it is context. Pure
-functions over nodes; depends on ``forest`` and the kernel.
+sampled id has mask 1 in exactly one row, the first leaf's that reaches it; elsewhere it is context. Built
+from the journal's rows, off the event loop. Pure functions; depends on ``rows`` and the kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from tollway.errors import InvalidRecord
-from tollway.records import RoutedExperts, TokenSpan, TopLogprobs, Trajectory
-from tollway.session_server.forest import Node
+from tollway.records import (
+    IndexerTopk,
+    RoutedExperts,
+    SamplingMask,
+    TokenSpan,
+    TopLogprobs,
+    Trajectory,
+    VersionSpan,
+)
+from tollway.session_server.rows import KeptTurn
 
-__all__ = ["ExportFacts", "export_rows"]
+__all__ = ["ExportFacts", "ExportPolicy", "export_rows"]
+
+_R = TypeVar("_R", RoutedExperts, IndexerTopk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,86 +37,176 @@ class ExportFacts:
     session_id: str
     reward: float | None = None
     error: str | None = None
+    task_id: str = ""
+    group_id: str = ""
+    metadata: Mapping[str, object] = field(default_factory=dict)
 
 
-def export_rows(leaves: Sequence[Node], facts: ExportFacts) -> tuple[Trajectory, ...]:
-    """One row per leaf, in the given order. Raises ``InvalidRecord`` when routes leave a gap."""
+@dataclass(frozen=True, slots=True)
+class ExportPolicy:
+    """Which leaves become rows."""
+
+    branches: Literal["all", "main"] = "all"
+    """``main``: of each conversation that has tools (of every one, if none has), the leaf that was continued last."""
+    side_requests: Literal["mark", "train", "drop"] = "mark"
+    """Conversations without tools beside one with tools, such as title requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A leaf with its path, root first."""
+
+    path: tuple[KeptTurn, ...]
+    side: bool
+
+    @property
+    def turn(self) -> KeptTurn:
+        return self.path[-1]
+
+    @property
+    def length(self) -> int:
+        return sum(int(turn.record.suffix_ids.size + turn.record.sampled_ids.size) for turn in self.path)
+
+
+def export_rows(
+    turns: Sequence[KeptTurn], facts: ExportFacts, policy: ExportPolicy | None = None
+) -> tuple[Trajectory, ...]:
+    """One row per leaf that ``policy`` keeps, oldest first. Raises ``InvalidRecord`` when routes leave a gap."""
+    policy = policy or ExportPolicy()
+    leaves = _kept(_leaves(turns), policy)
     trained: set[int] = set()
-    # Superseded leaves claim last: a prefix that they share with a live one is trained there.
-    order = sorted(range(len(leaves)), key=lambda at: leaves[at].superseded)
-    rows = {at: _row(leaves[at], facts, trained) for at in order}
+    # Leaves that are not for training claim last: a prefix that they share with one that is, is trained there.
+    order = sorted(range(len(leaves)), key=lambda at: not _trainable(leaves[at], policy))
+    rows = {at: _row(leaves[at], facts, policy, trained) for at in order}
     return tuple(rows[at] for at in range(len(leaves)))
 
 
-def _row(leaf: Node, facts: ExportFacts, trained: set[int]) -> Trajectory:
-    path = leaf.path()
-    size = leaf.length
-    ids = np.empty(size, np.int32)
-    mask = np.zeros(size, np.uint8)
-    logprobs = np.full(size, np.nan, np.float32)
-    versions = np.full(size, -1, np.int32)
-    spans = []
-    own: list[Node] = []
-    at = 0
-    for node in path:
-        record = node.record
-        start = at + record.suffix_ids.size
-        end = start + record.sampled_ids.size
-        ids[at:start] = record.suffix_ids
-        ids[start:end] = record.sampled_ids
-        spans.append(TokenSpan(start, end))
-        if node.number not in trained:
-            trained.add(node.number)
-            own.append(node)
-            mask[start:end] = 1
-            logprobs[start:end] = record.logprobs
-            for span in record.versions:
-                versions[start + span.start : start + span.end] = span.version
-        at = end
-    reason = next((node.reason for node in reversed(path) if node.reason != "continuation"), "root")
+def _leaves(turns: Sequence[KeptTurn]) -> list[_Leaf]:
+    known: Mapping[int, KeptTurn] = {turn.number: turn for turn in turns}
+    parents = {turn.parent for turn in turns}
+    any_tools = any(turn.with_tools for turn in turns if turn.parent is None)
+    leaves = []
+    for turn in sorted(turns, key=lambda each: each.number):
+        if turn.number in parents:
+            continue
+        path = [turn]
+        while (parent := path[-1].parent) is not None:
+            path.append(known[parent])
+        path.reverse()
+        leaves.append(_Leaf(tuple(path), any_tools and not path[0].with_tools))
+    return leaves
+
+
+def _kept(leaves: Sequence[_Leaf], policy: ExportPolicy) -> list[_Leaf]:
+    if policy.side_requests == "drop":
+        leaves = [leaf for leaf in leaves if not leaf.side]
+    if policy.branches == "all":
+        return list(leaves)
+    latest: dict[int, int] = {}
+    for at, leaf in enumerate(leaves):
+        if not leaf.side and not leaf.turn.superseded:
+            latest[leaf.path[0].number] = at
+    keep = set(latest.values())
+    return [leaf for at, leaf in enumerate(leaves) if leaf.side or at in keep]
+
+
+def _trainable(leaf: _Leaf, policy: ExportPolicy) -> bool:
+    return not leaf.turn.superseded and not (leaf.side and policy.side_requests != "train")
+
+
+def _row(leaf: _Leaf, facts: ExportFacts, policy: ExportPolicy, trained: set[int]) -> Trajectory:
+    path, size = leaf.path, leaf.length
+    columns = _Columns(size)
+    own: list[KeptTurn] = []
+    for turn in path:
+        mine = turn.number not in trained
+        columns.add(turn, trained=mine)
+        if mine:
+            trained.add(turn.number)
+            own.append(turn)
+    records = [turn.record for turn in path]
+    sampling = records[-1].sampling
+    reason = "superseded" if leaf.turn.superseded else "side_request"
     return Trajectory(
-        token_ids=ids,
-        loss_mask=mask,
-        logprobs=logprobs,
-        weight_version=versions,
+        token_ids=columns.ids,
+        loss_mask=columns.mask,
+        logprobs=columns.logprobs,
+        weight_version=columns.versions,
         session_id=facts.session_id,
-        leaf=leaf.number,
-        branch_reason=reason,
-        turn_spans=tuple(spans),
-        finish_reasons=tuple(node.record.finish_reason for node in path),
-        sampling=leaf.record.sampling,
-        engine_ids=tuple(node.record.engine_id for node in path),
-        cached_tokens=tuple(node.record.cached_tokens for node in path),
-        trainable=not leaf.superseded,
+        leaf=leaf.turn.number,
+        branch_reason=next((turn.reason for turn in reversed(path) if turn.reason != "continuation"), "root"),
+        turn_spans=tuple(columns.spans),
+        finish_reasons=tuple(record.finish_reason for record in records),
+        sampling=sampling,
+        engine_ids=tuple(record.engine_id for record in records),
+        cached_tokens=tuple(record.cached_tokens for record in records),
+        version_spans=tuple(columns.version_spans),
+        prompt_tokens=tuple(record.prompt_tokens for record in records),
+        turn_times=tuple((record.started_at, record.ended_at) for record in records),
+        turn_sampling=() if all(r.sampling == sampling for r in records) else tuple(r.sampling for r in records),
+        truncated=records[-1].finish_reason == "length",
+        side_request=leaf.side,
+        trainable=_trainable(leaf, policy),
+        untrainable_reason="" if _trainable(leaf, policy) else reason,
         reward=facts.reward,
         error=facts.error,
-        routed_experts=_routes(path, size),
-        top_logprobs=_top(own),
+        task_id=facts.task_id,
+        group_id=facts.group_id,
+        metadata=facts.metadata,
+        routed_experts=_replayed(RoutedExperts, "routed experts", [r.routed_experts for r in records], size),
+        indexer_topk=_replayed(IndexerTopk, "indexer rows", [r.indexer_topk for r in records], size),
+        top_logprobs=_top([turn.record.top_logprobs for turn in own]),
+        sampling_mask=_masks([turn.record.sampling_mask for turn in own]),
     )
 
 
-def _routes(path: Sequence[Node], size: int) -> RoutedExperts | None:
-    parts = [node.record.routed_experts for node in path]
+class _Columns:
+    """Token columns of one row, filled call by call."""
+
+    def __init__(self, size: int) -> None:
+        self.ids = np.empty(size, np.int32)
+        self.mask = np.zeros(size, np.uint8)
+        self.logprobs = np.full(size, np.nan, np.float32)
+        self.versions = np.full(size, -1, np.int32)
+        self.spans: list[TokenSpan] = []
+        self.version_spans: list[VersionSpan] = []
+        self._at = 0
+
+    def add(self, turn: KeptTurn, *, trained: bool) -> None:
+        """The next call of the path."""
+        record = turn.record
+        start = self._at + record.suffix_ids.size
+        end = start + record.sampled_ids.size
+        self.ids[self._at : start] = record.suffix_ids
+        self.ids[start:end] = record.sampled_ids
+        self.spans.append(TokenSpan(start, end))
+        self.version_spans += [
+            replace(span, start=start + span.start, end=start + span.end) for span in record.versions
+        ]
+        if trained:
+            self.mask[start:end] = 1
+            self.logprobs[start:end] = record.logprobs
+            for span in record.versions:
+                self.versions[start + span.start : start + span.end] = span.version
+        self._at = end
+
+
+def _replayed(kind: type[_R], what: str, parts: Sequence[_R | None], size: int) -> _R | None:
+    """Rows of every position but the last, or nothing when no call recorded any."""
     known = [part for part in parts if part is not None]
     if not known:
         return None
     if len(known) != len(parts):
-        raise InvalidRecord(f"{len(known)} of {len(parts)} calls on the path recorded routed experts")
-    at = 0
-    for part in known:
-        if part.start != at:
-            raise InvalidRecord(f"routed experts leave a gap: rows up to {at}, next start at {part.start}")
-        at += part.ids.shape[0]
-    if at != size - 1:
-        raise InvalidRecord(f"{at} rows of routed experts for {size} tokens, want {size - 1}")
-    wide = any(part.ids.dtype == np.uint16 for part in known)
-    return RoutedExperts(
-        start=0, ids=np.concatenate([part.ids.astype(np.uint16) if wide else part.ids for part in known])
-    )
+        raise InvalidRecord(f"{len(known)} of {len(parts)} calls on the path recorded {what}")
+    if known[0].start != 0:
+        raise InvalidRecord(f"{what} leave a gap: the first row is of position {known[0].start}")
+    whole = kind.joined(known)
+    if whole.ids.shape[0] != size - 1:
+        raise InvalidRecord(f"{whole.ids.shape[0]} {what} for {size} tokens, want {size - 1}")
+    return whole
 
 
-def _top(own: Sequence[Node]) -> TopLogprobs | None:
-    parts = [node.record.top_logprobs for node in own]
+def _top(parts: Sequence[TopLogprobs | None]) -> TopLogprobs | None:
     known = [part for part in parts if part is not None]
     if not known or len(known) != len(parts):
         return None
@@ -114,3 +215,8 @@ def _top(own: Sequence[Node]) -> TopLogprobs | None:
         ids=np.concatenate([part.ids[:, :k] for part in known]),
         logprobs=np.concatenate([part.logprobs[:, :k] for part in known]),
     )
+
+
+def _masks(parts: Sequence[SamplingMask | None]) -> SamplingMask | None:
+    known = [part for part in parts if part is not None]
+    return SamplingMask.joined(known) if known and len(known) == len(parts) else None

@@ -31,6 +31,9 @@ from tollway.session_server.gateway import Gateway
 
 __all__ = ["FakeServer"]
 
+_JOIN_S = 10.0
+"""Longest wait for scripted engines of its own to join."""
+
 
 class _Quiet(uvicorn.Server):
     def __init__(self, config: uvicorn.Config) -> None:
@@ -49,28 +52,28 @@ class _Quiet(uvicorn.Server):
 class FakeServer:
     """A server on a free loopback port.
 
-    ``folder`` holds the journal; a second server on the same folder takes its sessions over. ``settings``
-    are fields of ``ServerConfig``.
+    ``engines`` are engines that the caller runs, or how many scripted ones to run here. ``folder`` holds the
+    journal; a second server on the same folder takes its sessions over. ``settings`` are fields of ``ServerConfig``.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        engines: list[FakeEngine] | None = None,
+        engines: list[FakeEngine] | int = 1,
         family: Family | None = None,
         router: RouterConfig | None = None,
         admin_key: str = "admin-key",
         settings: dict[str, object] | None = None,
     ) -> None:
-        self.engines = engines if engines is not None else [FakeEngine()]
+        self.engines = [FakeEngine() for _ in range(engines)] if isinstance(engines, int) else engines
         self.admin_key = admin_key
         self.config = ServerConfig.model_validate(
             {"journal": folder / "journal.sqlite", "port": 0, "engine_wait_s": 10.0, **(settings or {})}
         )
         self._router_config = router or RouterConfig(probe_interval_s=0.2, probe_timeout_s=1.0, connect_timeout_s=1.0)
         self._family = family
-        self._own_engines = engines is None
+        self._own_engines = isinstance(engines, int)
         self._task: asyncio.Task[None] | None = None
         self._http: aiohttp.ClientSession | None = None
         self.url = ""
@@ -96,6 +99,8 @@ class FakeServer:
         if self._family is not None:
             self.gateway.family = self._family
         await self.gateway.start()
+        if self._own_engines:
+            await self.gateway.router.fleet.wait_serving(_JOIN_S, len(self.engines))
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,23 +1,47 @@
 """The conversations of one session: a forest whose nodes are model calls.
 
-Owns attachment (which node does a request continue, and if none, why) and the exact ids of every path.
-A node stores only what its call added. Nothing here is awaited and nothing is ever edited: edits,
+Owns attachment (which node does a request continue, and if none, why) and the prompt of every path. A node
+keeps what the next call needs: digests, sizes, and its ids as the JSON text in which they travel to the
+engine. The arrays are in the journal. Nothing here is awaited and nothing is ever edited: edits,
 compactions and repeated questions open branches. Depends on ``matching`` and the kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+import orjson
 
 from tollway.messages import Message, ToolSpec
-from tollway.records import Ids, TurnRecord
+from tollway.records import FinishReason, Ids, VersionSpan
 from tollway.router.cache_ledger import CallFacts
-from tollway.session_server.matching import Digest, chain, message_key, tools_digest
+from tollway.router.wire import Prompt
+from tollway.session_server.matching import EMPTY, Digest, chain, message_key, tools_digest
 
-__all__ = ["Attachment", "Forest", "Node", "common_prefix", "path_ids"]
+__all__ = ["Attachment", "Forest", "Node", "Place", "common_prefix", "path_prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far a conversation has been matched: everything that attaching its next message needs."""
+
+    at: Digest
+    """Of all messages so far, with the tools before them."""
+    root: Digest
+    """Of the first message without the tools: names what a new root changed."""
+    tools: Digest
+    lead: Digest
+    """Of the messages that the dialect carries apart."""
+    messages: int = 0
+    """Kernel messages so far."""
+    end: Digest | None = None
+    """Digest at the deepest reply of ours; its nodes are what a request continues."""
+    used: int = 0
+    """Kernel messages up to and with that reply."""
+    edited: bool = False
+    """An answer to a question of ours is not the one that was given."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -26,9 +50,15 @@ class Node:
 
     number: int
     parent: Node | None
-    record: TurnRecord
     reason: str
     """``root``, ``continuation``, ``sibling``, ``retry``, ``fork``, ``edited``, ``tools_changed``, ..."""
+    chunk: bytes
+    """Ids that the call added, suffix then sampled, as decimal numbers joined by commas."""
+    suffix_size: int
+    sampled_size: int
+    length: int
+    """Ids from the root through the last sampled id."""
+    finish_reason: FinishReason
     request_digest: Digest
     """Digest of the whole conversation that was asked."""
     end_digest: Digest
@@ -36,10 +66,12 @@ class Node:
     bare_digest: Digest
     """The same for a harness that drops reasoning."""
     root_digest: Digest
-    """Digest of the first message without the tools, to name what a new root changed."""
+    lead_digest: Digest
     tools: Digest
-    length: int
-    """Ids from the root through the last sampled id."""
+    engine_id: str
+    versions: tuple[VersionSpan, ...]
+    cached_tokens: int | None
+    reply_id: str = ""
     facts: CallFacts | None = None
     """``None`` after a restart."""
     children: int = 0
@@ -56,6 +88,11 @@ class Node:
         out.reverse()
         return out
 
+    def own_ids(self) -> tuple[Ids, Ids]:
+        """([suffix], [sampled]) ids that the call added."""
+        ids = np.array(orjson.loads(b"[" + self.chunk + b"]"), np.int32)
+        return ids[: self.suffix_size], ids[self.suffix_size :]
+
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
@@ -63,61 +100,96 @@ class Attachment:
 
     parent: Node | None
     """Node that the request continues; ``None`` opens a root."""
-    new_messages: Sequence[Message]
-    """Messages after the parent's reply; the whole request for a root."""
     reason: str
-    request_digest: Digest
-    root_digest: Digest
-    tools: Digest
+    place: Place
     supersedes: Node | None = None
     """Undelivered answer to the same question."""
 
+    @property
+    def used(self) -> int:
+        """Kernel messages that the parent's path holds already."""
+        return self.place.used if self.parent is not None else 0
 
+
+@dataclass(slots=True)
+class _Root:
+    tools: Digest
+    """That a root message was last used with."""
+
+
+@dataclass(slots=True)
 class Forest:
     """Nodes of one session by number and by digest."""
 
-    def __init__(self, *, call_ids: bool = True) -> None:
-        self.nodes: dict[int, Node] = {}
-        self.last: Node | None = None
-        """Most recently committed node."""
-        self._call_ids = call_ids
-        self._by_end: dict[Digest, list[Node]] = {}
-        self._by_request: dict[Digest, list[Node]] = {}
-        self._bare: dict[Digest, Digest] = {}
-        """Digest of a reply without reasoning -> its full digest."""
-        self._roots: dict[Digest, Digest] = {}
-        """Root digest -> digest of the tools it was last used with."""
+    call_ids: bool = True
+    """Whether a replayed tool call must carry the id that it was given."""
+    nodes: dict[int, Node] = field(default_factory=dict)
+    last: Node | None = None
+    """Most recently committed node."""
+    _by_end: dict[Digest, list[Node]] = field(default_factory=dict)
+    _by_request: dict[Digest, list[Node]] = field(default_factory=dict)
+    _bare: dict[Digest, Digest] = field(default_factory=dict)
+    """Digest of a reply without reasoning -> its full digest."""
+    _roots: dict[Digest, _Root] = field(default_factory=dict)
+    _by_reply: dict[str, Node] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.nodes)
 
-    def attach(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> Attachment:
-        """Find the deepest node whose path is a prefix of the request."""
-        tools_key = tools_digest(tools)
-        at, parent, used = tools_key, None, 0
-        edited = False
-        first = chain(b"", message_key(messages[0], call_ids=self._call_ids))
-        for index, message in enumerate(messages):
-            asked = message.role == "assistant" and at in self._by_request
-            at = chain(at, message_key(message, call_ids=self._call_ids))
+    def start(self, lead: Sequence[Message], tools: Sequence[ToolSpec]) -> Place:
+        """The place before the first message of a conversation."""
+        key = tools_digest(tools)
+        digest = EMPTY
+        for message in lead:
+            digest = chain(digest, message_key(message, call_ids=self.call_ids))
+        return self.advance(Place(at=key, root=EMPTY, tools=key, lead=digest), lead)
+
+    def after(self, node: Node) -> Place:
+        """The place behind a reply, for a request that names it."""
+        return Place(
+            at=node.end_digest,
+            root=node.root_digest,
+            tools=node.tools,
+            lead=node.lead_digest,
+            end=node.end_digest,
+        )
+
+    def advance(self, place: Place, messages: Sequence[Message]) -> Place:
+        """Match further messages of a conversation."""
+        at, root, end, used, edited = place.at, place.root, place.end, place.used, place.edited
+        count = place.messages
+        for message in messages:
+            key = message_key(message, call_ids=self.call_ids)
+            if root is EMPTY:
+                root = chain(b"", key)
+            reply = message.role == "assistant"
+            asked = reply and at in self._by_request
+            at = chain(at, key)
             at = self._bare.get(at, at)
-            found = self._by_end.get(at) if message.role == "assistant" else None
-            if found:
-                parent, used, edited = _best(found), index + 1, False
+            count += 1
+            if reply and at in self._by_end:
+                end, used, edited = at, count, False
             elif asked:
                 edited = True
-        new_messages = messages[used:]
-        again = self._by_request.get(at)
+        return Place(at, root, place.tools, place.lead, count, end, used, edited)
+
+    def attach(self, place: Place, *, named: Node | None = None) -> Attachment:
+        """Find the deepest node whose path is a prefix of the conversation, or say why there is none.
+
+        ``named``: the node that the request names itself, whatever else was answered alike.
+        """
+        found = self._by_end.get(place.end) if place.end is not None else None
+        parent = named if named is not None else _best(found) if found else None
+        again = self._by_request.get(place.at)
         lost = next((node for node in reversed(again or ()) if not node.delivered and not node.superseded), None)
-        reason = self._reason(parent, first, tools_key, edited=edited, again=bool(again), lost=lost is not None)
-        return Attachment(parent, new_messages, reason, at, first, tools_key, lost)
+        return Attachment(parent, self._reason(place, parent, again=bool(again), lost=lost is not None), place, lost)
 
     def end_digests(self, request_digest: Digest, reply: Message) -> tuple[Digest, Digest]:
         """(full, bare) digests of a conversation after ``reply``."""
-        full = chain(request_digest, message_key(reply, call_ids=self._call_ids))
+        full = chain(request_digest, message_key(reply, call_ids=self.call_ids))
         if reply.reasoning is None:
             return full, full
-        return full, chain(request_digest, message_key(reply, call_ids=self._call_ids, reasoning=False))
+        return full, chain(request_digest, message_key(reply, call_ids=self.call_ids, reasoning=False))
 
     def add(self, node: Node) -> None:
         """Take in a committed node."""
@@ -129,29 +201,33 @@ class Forest:
         self._by_request.setdefault(node.request_digest, []).append(node)
         if node.bare_digest != node.end_digest:
             self._bare[node.bare_digest] = node.end_digest
-        self._roots[node.root_digest] = node.tools
+        self._roots[node.root_digest] = _Root(node.tools)
+        if node.reply_id:
+            self._by_reply[node.reply_id] = node
+
+    def by_reply(self, reply_id: str) -> Node | None:
+        """The node whose reply had this id; of several choices the first."""
+        return self._by_reply.get(reply_id)
 
     def leaves(self) -> Iterator[Node]:
         """Nodes without children, oldest first."""
         return (node for _, node in sorted(self.nodes.items()) if node.children == 0)
 
-    def _reason(
-        self, parent: Node | None, first: Digest, tools_key: Digest, *, edited: bool, again: bool, lost: bool
-    ) -> str:
+    def _reason(self, place: Place, parent: Node | None, *, again: bool, lost: bool) -> str:
         if not self.nodes:
             return "root"
         if lost:
             return "retry"
         if again:
             return "sibling"
-        if edited:
+        if place.edited:
             return "edited"
         if parent is not None:
             return "fork" if parent.children else "continuation"
-        known = self._roots.get(first)
-        if known is not None and known != tools_key:
+        known = self._roots.get(place.root)
+        if known is not None and known.tools != place.tools:
             return "tools_changed"
-        if known is None and tools_key in self._roots.values():
+        if known is None and any(root.tools == place.tools for root in self._roots.values()):
             return "new_root"
         return "new_conversation"
 
@@ -161,21 +237,24 @@ def _best(nodes: list[Node]) -> Node:
     return next((node for node in reversed(nodes) if not node.children and not node.superseded), nodes[-1])
 
 
-def path_ids(node: Node | None, suffix: Ids) -> Ids:
-    """[path + suffix] the whole prompt of a call that adds ``suffix`` to ``node``'s path."""
+def path_prompt(node: Node | None) -> Prompt:
+    """The ids of ``node``'s whole path, as they travel; empty for no node."""
     if node is None:
-        return suffix
-    parts = [suffix]
-    at: Node | None = node
-    while at is not None:
-        parts += (at.record.sampled_ids, at.record.suffix_ids)
-        at = at.parent
-    parts.reverse()
-    return np.concatenate(parts)
+        return Prompt((), 0)
+    return Prompt(tuple(each.chunk for each in node.path()), node.length)
 
 
-def common_prefix(a: Ids, b: Ids) -> int:
-    """Length of the longest common prefix of two id sequences."""
-    size = min(a.size, b.size)
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if different.size else int(size)
+def common_prefix(a: Prompt, b: Prompt) -> int:
+    """Number of ids that two prompts have in common from their beginning.
+
+    >>> common_prefix(Prompt((b"1,23",), 2), Prompt((b"1,2",), 2))
+    1
+    """
+    one, two = a.json(), b.json()
+    size = min(len(one), len(two))
+    different = np.flatnonzero(np.frombuffer(one, np.uint8, size) != np.frombuffer(two, np.uint8, size))
+    until = int(different[0]) if different.size else size
+    whole = one.count(b",", 0, until)
+    # The number before the difference counts only when it ends there in both.
+    ends = (text[until : until + 1] in (b"", b",") for text in (one, two))
+    return whole + int(until > 0 and one[until - 1 : until] != b"," and all(ends))

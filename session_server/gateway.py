@@ -1,6 +1,6 @@
 """One session server: its parts, started and stopped together.
 
-Builds family, journal, router, store and turns once and owns their life; routes and the chat API reach
+Builds family, journal, router, store and turns once and owns their life; routes and the dialects reach
 them through here. Chooses nothing else. Depends on everything below it in this package.
 """
 
@@ -13,11 +13,15 @@ from contextlib import AsyncExitStack
 from tollway.router.config import RouterConfig
 from tollway.router.service import Router
 from tollway.session_server import auth
-from tollway.session_server.chat_api import ChatApi
+from tollway.session_server.api import TurnApi
 from tollway.session_server.config import ServerConfig
+from tollway.session_server.crew import SOLO, Crew
 from tollway.session_server.families.registry import load_family
+from tollway.session_server.fanout import Fanout
 from tollway.session_server.journal import Journal
+from tollway.session_server.repeats import Repeats
 from tollway.session_server.session import Session
+from tollway.session_server.siblings import Siblings
 from tollway.session_server.store import SessionStore
 from tollway.session_server.turn import Turns
 
@@ -31,15 +35,27 @@ class Gateway:
 
     router: Router
     store: SessionStore
-    chat: ChatApi
+    api: TurnApi
+    fanout: Fanout
 
     def __init__(
-        self, config: ServerConfig, router_config: RouterConfig, *, admin_key: str, engine_urls: list[str]
+        self,
+        config: ServerConfig,
+        router_config: RouterConfig,
+        *,
+        admin_key: str,
+        engine_urls: list[str],
+        crew: Crew = SOLO,
     ) -> None:
         self.config = config
         self.admin_key = admin_key
+        self.crew = crew
+        self.siblings = Siblings(crew, admin_key)
+        self.creations = Repeats()
         self.family = load_family(config.family, tokenizer=config.tokenizer, thinking=config.thinking)
-        self.journal = Journal(config.journal, max_bytes=config.journal_max_bytes)
+        self.journal = Journal(
+            config.journal, max_bytes=config.journal_max_bytes, compact_after_bytes=config.compact_after_bytes
+        )
         self._router_config = router_config
         self._engine_urls = engine_urls
         self._parts = AsyncExitStack()
@@ -62,11 +78,13 @@ class Gateway:
                 logger.warning("no engine given: turns are refused until one is added with POST /engines")
             for url in self._engine_urls:
                 self.router.add_engine(url)
-            self.store = SessionStore(self.config, self.journal, self.router)
+            await parts.enter_async_context(self.siblings)
+            self.fanout = Fanout(self.siblings, self.router)
+            self.store = SessionStore(self.config, self.journal, self.router, worker=self.crew.index)
             parts.push_async_callback(self.store.stop)
             await self.store.start()
-            turns = Turns(self.config, self.family, self.router, self.journal)
-            self.chat = ChatApi(self.config, self.family, turns, self.journal)
+            turns = Turns(self.config, self.family, self.router, self.journal, boot=self.store.boot)
+            self.api = TurnApi(self.config, self.family, turns, self.journal)
             sweeper = asyncio.get_running_loop().create_task(self.store.sweep(), name="session sweep")
             parts.push_async_callback(_end, sweeper)
             if self.config.engine_wait_s > 0:
@@ -83,10 +101,13 @@ class Gateway:
     async def session_of_token(self, token: str | None) -> Session:
         """The session that a token names and opens. Raises ``Unauthorized``, the same for every reason."""
         named = auth.session_of(token) if token is not None else None
-        session = await self.store.get(named) if named is not None else None
-        if token is None or not auth.token_matches(token, session.token_hash if session is not None else None):
+        if token is None or named is None:
             raise auth.refused()
-        if session is None:
+        kept = self.store.token_hash(named)
+        if kept is not None and not auth.token_matches(token, kept):
+            raise auth.refused()  # without reading the journal for a stranger
+        session = await self.store.get(named)
+        if not auth.token_matches(token, session.token_hash if session is not None else None) or session is None:
             raise auth.refused()
         return session
 

@@ -7,7 +7,14 @@ from typing import cast
 
 import orjson
 
-from tollway.errors import BadRequest, CapacityExceeded, ContextLengthExceeded, TollwayError, VersionNotReady
+from tollway.errors import (
+    BadRequest,
+    CapacityExceeded,
+    ContextLengthExceeded,
+    TollwayError,
+    VersionNotReady,
+    WorkerDown,
+)
 
 __all__ = [
     "JSON",
@@ -19,6 +26,7 @@ __all__ = [
     "error_headers",
     "header",
     "read_body",
+    "read_parts",
     "send_reply",
 ]
 
@@ -41,15 +49,14 @@ def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
     """The whole request body; ``None`` when the client went away. Raises ``BadRequest`` over ``limit`` bytes."""
-    first = await receive()
-    if first["type"] == "http.disconnect":
-        return None
-    body = cast(bytes, first.get("body", b""))
-    if not first.get("more_body", False):
-        if len(body) > limit:
-            raise BadRequest(f"the body has {len(body)} bytes, at most {limit} are taken")
-        return body
-    parts, size = [body], len(body)
+    parts = await read_parts(receive, limit)
+    return None if parts is None else parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_parts(receive: Receive, limit: int) -> list[bytes] | None:
+    """As ``read_body``, in the pieces in which it came: nobody has to join a body of which little is new."""
+    parts: list[bytes] = []
+    size = 0
     more = True
     while more:
         message = await receive()
@@ -58,10 +65,11 @@ async def read_body(receive: Receive, limit: int) -> bytes | None:
         part = cast(bytes, message.get("body", b""))
         size += len(part)
         if size > limit:
-            raise BadRequest(f"the body has more than {limit} bytes")
-        parts.append(part)
+            raise BadRequest(f"the body has more than {limit} bytes, which is server.max_body_bytes")
+        if part:
+            parts.append(part)
         more = bool(message.get("more_body", False))
-    return b"".join(parts)
+    return parts
 
 
 async def send_reply(send: Send, status: int, body: bytes, headers: Headers = JSON) -> None:
@@ -89,7 +97,7 @@ def error_body(error: TollwayError) -> bytes:
 
 def error_headers(error: TollwayError) -> Headers:
     """Content type, and ``Retry-After`` where a retry can help."""
-    if isinstance(error, CapacityExceeded):
+    if isinstance(error, (CapacityExceeded, WorkerDown)):
         return (*JSON, (b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
     if error.status == 401:
         return (*JSON, (b"www-authenticate", b"Bearer"))

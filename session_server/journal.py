@@ -14,21 +14,24 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from tollway.errors import ConfigError, JournalError
 
-__all__ = ["Journal", "Row", "Statement"]
+__all__ = ["Journal", "Read", "Row", "Statement"]
 
 logger = logging.getLogger(__name__)
 
-Value = int | float | str | bytes | None
+Value = int | float | str | bytes | memoryview | None
 Row = tuple[Value, ...]
 Statement = tuple[str, Row]
+Read = Callable[[str, Row], list[Row]]
+"""Rows of one query."""
+_T = TypeVar("_T")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -38,14 +41,23 @@ CREATE TABLE IF NOT EXISTS sessions (
 CREATE TABLE IF NOT EXISTS turns (
   session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, reason TEXT NOT NULL, digests BLOB NOT NULL,
   suffix BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL, meta BLOB NOT NULL, messages BLOB NOT NULL,
-  routes BLOB, top_ids BLOB, top_logprobs BLOB, idempotency_key TEXT, reply BLOB, superseded INTEGER NOT NULL DEFAULT 0
+  routes BLOB, extras BLOB, idempotency_key TEXT, reply_id TEXT NOT NULL, reply BLOB,
+  superseded INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, number);
 """
 _LOCK_WAIT_S = 15.0
 """A server whose owner was killed needs a moment to end before its successor can have the journal."""
-_VERSION = 1
+_VERSION = 2
 _BATCH = 256
+_PAGE = 32768
+"""Bytes. A turn with routed experts is one blob of up to some MB: small pages cost it half as much CPU again."""
+_CHECKPOINT_PAGES = 512
+_COMPACT_EVERY_S = 0.02
+_READERS = 2
+"""So that a long export does not hold up sessions that come back."""
+_FREE_AT_ONCE = 256
+"""Pages given back per step, so that compaction never holds up commits for long."""
 
 
 @dataclass(slots=True)
@@ -57,14 +69,18 @@ class _Job:
 class Journal:
     """One journal file, opened by ``open`` and closed by ``aclose``."""
 
-    def __init__(self, path: Path, *, max_bytes: int | None = None) -> None:
+    def __init__(self, path: Path, *, max_bytes: int | None = None, compact_after_bytes: int = 1 << 28) -> None:
         self.path = path
         self._max_bytes = max_bytes
+        self._compact_after_bytes = compact_after_bytes
+        self._compacting = False
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._reader: sqlite3.Connection | None = None
+        self._readers = threading.local()
+        self._opened: list[sqlite3.Connection] = []
+        """Connections of the reading threads."""
         self._lock: TextIO | None = None
-        self._read_pool = ThreadPoolExecutor(1, thread_name_prefix="journal-read")
+        self._read_pool = ThreadPoolExecutor(_READERS, thread_name_prefix="journal-read")
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def open(self) -> None:
@@ -72,7 +88,6 @@ class Journal:
         self._loop = asyncio.get_running_loop()
         self._lock = await asyncio.to_thread(self._take_lock)
         writer = await asyncio.to_thread(self._connect)
-        self._reader = await self._loop.run_in_executor(self._read_pool, self._connect_reader)
         self._thread = threading.Thread(target=self._work, args=(writer,), name="journal-write", daemon=True)
         self._thread.start()
 
@@ -83,10 +98,10 @@ class Journal:
             # From here on ``submit`` refuses: nothing would read a job behind the end mark.
             self._jobs.put(None)
             await asyncio.to_thread(thread.join)
-        if self._reader is not None:
-            await asyncio.get_running_loop().run_in_executor(self._read_pool, self._reader.close)
-            self._reader = None
-        self._read_pool.shutdown(wait=False)
+        await asyncio.to_thread(self._read_pool.shutdown)
+        for reader in self._opened:
+            reader.close()
+        self._opened.clear()
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -104,8 +119,14 @@ class Journal:
         await self.submit(*statements)
 
     async def read(self, sql: str, values: Row = ()) -> list[Row]:
-        """Rows of one query, off the event loop; sees every finished write."""
-        return await asyncio.get_running_loop().run_in_executor(self._read_pool, self._read, sql, values)
+        """Rows of one query, off the event loop; sees every finished write. Raises ``JournalError``."""
+        return await self.use(lambda read: read(sql, values))
+
+    async def use(self, work: Callable[[Read], _T]) -> _T:
+        """Run ``work`` with a reader, off the event loop: for results that take long to build from rows."""
+        if self._thread is None:
+            raise JournalError("the journal is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._read_pool, work, self._read)
 
     # -- threads -----------------------------------------------------------------------------------
 
@@ -136,11 +157,18 @@ class Journal:
     def _connect(self) -> sqlite3.Connection:
         try:
             connection = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+            # Both hold for new files only.
+            connection.execute(f"PRAGMA page_size={_PAGE}")
+            connection.execute("PRAGMA auto_vacuum=INCREMENTAL")
             connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute(f"PRAGMA wal_autocheckpoint={_CHECKPOINT_PAGES}")
             connection.execute("PRAGMA synchronous=FULL")
             version = int(connection.execute("PRAGMA user_version").fetchone()[0])
             if version not in (0, _VERSION):
-                raise ConfigError(f"journal {self.path} has format {version}, this version reads {_VERSION}")
+                raise ConfigError(
+                    f"journal {self.path} has format {version}, this version reads {_VERSION}; "
+                    "export its sessions with the version that wrote it, or set server.journal to a new file"
+                )
             connection.executescript(_SCHEMA)
             connection.execute(f"PRAGMA user_version={_VERSION}")
             if self._max_bytes is not None:
@@ -150,21 +178,30 @@ class Journal:
         except (sqlite3.Error, OSError) as error:
             raise self._unusable(error) from error
 
-    def _connect_reader(self) -> sqlite3.Connection:
-        return sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+    def _reader(self) -> sqlite3.Connection:
+        """The connection of this reading thread."""
+        reader: sqlite3.Connection | None = getattr(self._readers, "connection", None)
+        if reader is None:
+            reader = self._readers.connection = sqlite3.connect(
+                self.path, isolation_level=None, check_same_thread=False
+            )
+            self._opened.append(reader)
+        return reader
 
-    def _read(self, sql: str, values: Row) -> list[Row]:
-        if self._reader is None:
-            raise JournalError("the journal is closed")
+    def _read(self, sql: str, values: Row = ()) -> list[Row]:
         try:
-            return list(self._reader.execute(sql, values))
+            return list(self._reader().execute(sql, values))
         except sqlite3.Error as error:
             raise JournalError(f"cannot read journal {self.path}: {error}") from error
 
     def _work(self, connection: sqlite3.Connection) -> None:
         open_ = True
         while open_:
-            first = self._jobs.get()
+            try:
+                first = self._jobs.get(timeout=_COMPACT_EVERY_S if self._compacting else None)
+            except queue.Empty:
+                self._compact(connection)
+                continue
             jobs: list[_Job] = []
             while True:
                 if first is None:
@@ -179,7 +216,23 @@ class Journal:
                     break
             if jobs:
                 self._publish(self._commit(connection, jobs))
+            if self._jobs.empty():
+                self._compact(connection)
         connection.close()
+
+    def _compact(self, connection: sqlite3.Connection) -> None:
+        """Give space of erased sessions back to the file system, a little at a time, once there is much of it."""
+        try:
+            free = int(connection.execute("PRAGMA freelist_count").fetchone()[0])
+            page = int(connection.execute("PRAGMA page_size").fetchone()[0])
+            if not self._compacting and free * page < self._compact_after_bytes:
+                return
+            self._compacting = free > 0
+            connection.execute(f"PRAGMA incremental_vacuum({_FREE_AT_ONCE})").fetchall()
+        except sqlite3.Error as error:
+            # Nothing is lost: the space stays in the file and is used for new turns.
+            self._compacting = False
+            logger.warning("journal %s could not be compacted: %s", self.path, error)
 
     def _commit(self, connection: sqlite3.Connection, jobs: list[_Job]) -> list[tuple[_Job, JournalError | None]]:
         error = _transaction(connection, jobs)

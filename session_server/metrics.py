@@ -1,15 +1,24 @@
-"""Instruments of the session server, each declared once with unit and meaning; rendered by ``/metrics``."""
+"""Instruments of the session server, each declared once with unit and meaning; rendered by ``/metrics``.
+
+Workers keep their values in files of a folder that their parent names in ``PROMETHEUS_MULTIPROC_DIR``, so that
+each of them can render the sums of all.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge
+import os
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from tollway.telemetry import declare
 
-__all__ = ["SAMPLED", "SESSIONS", "TURNS"]
+__all__ = ["SAMPLED", "SESSIONS", "TURNS", "metrics_text"]
 
 SESSIONS = Gauge(
-    declare("tollway_sessions_open", "sessions", "Sessions that take calls", "gauge"), "Sessions that take calls"
+    declare("tollway_sessions_open", "sessions", "Sessions that take calls", "gauge"),
+    "Sessions that take calls",
+    multiprocess_mode="livesum",
 )
 TURNS = Counter(
     declare("tollway_turns", "turns", "Model calls by how they ended", "counter"),
@@ -20,3 +29,12 @@ SAMPLED = Counter(
     declare("tollway_sampled_tokens", "tokens", "Sampled ids that were committed", "counter"),
     "Sampled ids that were committed",
 )
+
+
+def metrics_text() -> bytes:
+    """All instruments in Prometheus' text form."""
+    if "PROMETHEUS_MULTIPROC_DIR" not in os.environ:
+        return generate_latest()
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+    return generate_latest(registry)

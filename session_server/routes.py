@@ -11,15 +11,22 @@ from typing import Annotated, Literal, TypeVar
 
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tollway.errors import BadRequest, NotFound
+from tollway.router.fleet import Engine
 from tollway.session_server import auth
 from tollway.session_server.columns import pack_rows, rows_to_json
-from tollway.session_server.export import ExportFacts, export_rows
+from tollway.session_server.config import ServerConfig
+from tollway.session_server.export import ExportFacts, ExportPolicy, export_rows
+from tollway.session_server.fanout import FLEET_PATH, FleetState
+from tollway.session_server.forward import from_sibling
 from tollway.session_server.gateway import Gateway
 from tollway.session_server.http import header, read_body
+from tollway.session_server.journal import Read
+from tollway.session_server.metrics import metrics_text
+from tollway.session_server.rows import TURN_COLUMNS, turn_from_row
 from tollway.session_server.session import Outcome, Session, Settings
 
 __all__ = ["router"]
@@ -27,8 +34,6 @@ __all__ = ["router"]
 router = APIRouter()
 _M = TypeVar("_M", bound=BaseModel)
 _LOOPBACK = ("127.0.0.1", "::1", "localhost", "testclient")
-_INLINE_TOKENS = 4096
-"""Exports of more tokens are built off the event loop."""
 
 
 class _Body(BaseModel):
@@ -58,12 +63,16 @@ class CreateBody(_Body):
     min_version: int | None = Field(default=None, ge=0)
     exact_version: int | None = Field(default=None, ge=0)
     metadata: dict[str, str | int | float | bool | None] = {}
+    branches: Literal["all", "main"] = "all"
+    """Which leaves the export has: all, or of each conversation with tools the one that was continued last."""
+    side_requests: Literal["mark", "train", "drop"] | None = None
+    """Conversations without tools beside one with tools; by default as the server is configured."""
 
 
 class RewardBody(_Body):
     """``POST /sessions/{id}/reward``"""
 
-    reward: float | None
+    reward: float | None = Field(strict=True)
     error: str | None = None
     details: dict[str, object] = {}
 
@@ -133,8 +142,18 @@ Owned = Annotated[Session, Depends(either)]
 
 @router.post("/sessions", status_code=201)
 async def create(request: Request, gateway: Admin) -> Response:
-    """Open a session; the token is shown once."""
+    """Open a session; the token is shown once, or again to a create with the same idempotency key."""
     body = await _body(request, gateway, CreateBody)
+    origin = _origin(request, gateway)
+    made = await gateway.creations.once(
+        header(request.headers.raw, b"idempotency-key"),
+        orjson.dumps(body.model_dump()),
+        lambda: _create(gateway, body, origin),
+    )
+    return Response(made, status_code=201, media_type="application/json")
+
+
+async def _create(gateway: Gateway, body: CreateBody, origin: str) -> bytes:
     sampling = {
         name: value for name, value in body.sampling.model_dump(exclude_unset=True).items() if value is not None
     }
@@ -144,12 +163,14 @@ async def create(request: Request, gateway: Admin) -> Response:
         min_version=body.min_version,
         exact_version=body.exact_version,
         metadata=body.metadata,
+        branches=body.branches,
+        side_requests=body.side_requests,
     )
     session, token = await gateway.store.create(
         settings, task_id=body.task_id, group_id=body.group_id, ttl_s=body.ttl_s
     )
-    base = f"{_origin(request, gateway)}/sessions/{session.session_id}"
-    return _json(
+    base = f"{origin}/sessions/{session.session_id}"
+    return orjson.dumps(
         {
             "session_id": session.session_id,
             "token": token,
@@ -157,8 +178,7 @@ async def create(request: Request, gateway: Admin) -> Response:
             "openai_base_url": f"{base}/v1",
             "anthropic_base_url": base,
             "expires_at": session.expires_at,
-        },
-        status=201,
+        }
     )
 
 
@@ -170,24 +190,22 @@ async def show(request: Request, session: Owned) -> Response:
 
 
 @router.head("/sessions/{session_id}")
-async def exists(session: Owned) -> Response:
-    """What some harnesses send before their first call."""
+@router.head("/")
+async def reachable() -> Response:
+    """What some harnesses send, without credential, before their first call. Says nothing about sessions."""
     return Response(status_code=200)
 
 
 @router.get("/sessions/{session_id}/trajectories")
-async def trajectories(session: Owned, format: Literal["safetensors", "json"] = "safetensors") -> Response:  # noqa: A002 - the query's name
-    """The export."""
-    outcome = session.outcome
-    facts = ExportFacts(session.session_id, outcome.reward if outcome else None, outcome.error if outcome else None)
-    leaves = list(session.forest.leaves())
-
-    def build() -> bytes:
-        rows = export_rows(leaves, facts)
-        return pack_rows(rows) if format == "safetensors" else rows_to_json(rows)
-
-    heavy = sum(leaf.length for leaf in leaves) > _INLINE_TOKENS
-    data = await asyncio.to_thread(build) if heavy else build()
+async def trajectories(
+    request: Request,
+    session: Owned,
+    format: Literal["safetensors", "json"] = "safetensors",  # noqa: A002 - the query's name
+) -> Response:
+    """The export, built off the event loop from what the journal holds."""
+    gateway = gateway_of(request)
+    async with gateway.store.visit(session):
+        data = await gateway.journal.use(lambda read: _export(read, session, gateway.config, format))
     kind = "application/octet-stream" if format == "safetensors" else "application/json"
     return Response(data, media_type=kind)
 
@@ -237,65 +255,94 @@ async def models(request: Request) -> Response:
 
 
 @router.get("/engines")
-async def engines(gateway: Admin) -> Response:
+async def engines(request: Request, gateway: Admin) -> Response:
     """Engines with states and loads."""
-    return _json({"engines": gateway.router.engines()})
+    return _json(await gateway.fanout.engines(alone=from_sibling(request.scope)))
 
 
 @router.post("/engines", status_code=201)
 async def add_engine(request: Request, gateway: Admin) -> Response:
     """Register an engine; it serves once its weight version is confirmed."""
     body = await _body(request, gateway, EngineBody)
-    return _json(gateway.router.add_engine(body.url).describe(), status=201)
+
+    async def add() -> Engine:
+        return gateway.router.add_engine(body.url)
+
+    return _json((await gateway.fanout.change(add)).describe(), status=201)
 
 
 @router.delete("/engines/{engine_id}", status_code=204)
 async def remove_engine(engine_id: str, gateway: Admin) -> Response:
     """Forget an engine."""
-    await gateway.router.remove_engine(engine_id)
+    await gateway.fanout.change(lambda: gateway.router.remove_engine(engine_id))
     return Response(status_code=204)
 
 
 @router.post("/engines/{engine_id}/drain")
 async def drain_engine(engine_id: str, gateway: Admin) -> Response:
     """Send it no new sessions."""
-    return _json(gateway.router.drain_engine(engine_id).describe())
+
+    async def drain() -> Engine:
+        return gateway.router.drain_engine(engine_id)
+
+    return _json((await gateway.fanout.change(drain)).describe())
 
 
 @router.post("/engines/{engine_id}/refit")
 async def refit(request: Request, engine_id: str, gateway: Admin) -> Response:
     """An empty cache, new weights, or both; called before the engine continues."""
     body = await _body(request, gateway, RefitBody)
-    return _json(gateway.router.note_refit(engine_id, body.version, flushed=body.flushed).describe())
+    engine = await gateway.fanout.everywhere(
+        f"/engines/{engine_id}/refit",
+        body.model_dump(),
+        lambda: gateway.router.note_refit(engine_id, body.version, flushed=body.flushed),
+        alone=from_sibling(request.scope),
+    )
+    return _json(engine.describe())
 
 
 @router.get("/cache")
-async def cache(gateway: Admin) -> Response:
+async def cache(request: Request, gateway: Admin) -> Response:
     """Hit rate, ceiling, efficiency, waste by cause; per engine and overall."""
-    return _json(gateway.router.ledger.summary())
+    return _json(await gateway.fanout.cache(alone=from_sibling(request.scope)))
+
+
+@router.get(FLEET_PATH, include_in_schema=False)
+async def fleet(request: Request, gateway: Admin) -> Response:
+    """What a worker that starts takes over; for siblings only."""
+    _sibling(request)
+    return _json(gateway.fanout.state().model_dump())
+
+
+@router.post(FLEET_PATH, include_in_schema=False)
+async def take_fleet(request: Request, gateway: Admin) -> Response:
+    """The fleet as worker 0 has it; for siblings only."""
+    _sibling(request)
+    await gateway.fanout.take(await _body(request, gateway, FleetState))
+    return _json({})
 
 
 # -- health -----------------------------------------------------------------------------------------
 
 
 @router.get("/healthz")
-async def healthz(gateway: Local) -> Response:
+async def healthz(request: Request, gateway: Local) -> Response:
     """The process lives."""
-    return _json({"status": "ok", **gateway.store.summary()})
+    mine = {"status": "ok", **gateway.store.summary()}
+    return _json(await gateway.fanout.health(mine, alone=from_sibling(request.scope)))
 
 
 @router.get("/readyz")
-async def readyz(gateway: Local) -> Response:
+async def readyz(request: Request, gateway: Local) -> Response:
     """Whether a turn can be served now."""
-    ready = gateway.router.ready
-    words = [f"{engine['url']} is {engine['state']}: {engine['last_error']}" for engine in gateway.router.engines()]
-    return _json({"ready": ready, "engines": words}, status=200 if ready else 503)
+    said = await gateway.fanout.ready(alone=from_sibling(request.scope))
+    return _json(said, status=200 if said["ready"] else 503)
 
 
 @router.get("/metrics")
 async def prometheus(gateway: Local) -> Response:
-    """Prometheus text."""
-    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+    """Prometheus text, of all workers."""
+    return Response(await asyncio.to_thread(metrics_text), media_type=CONTENT_TYPE_LATEST)
 
 
 # -- pieces -----------------------------------------------------------------------------------------
@@ -318,6 +365,35 @@ async def _body(request: Request, gateway: Gateway, model: type[_M]) -> _M:
         raise BadRequest(f"{where or 'body'}: {first['msg']}", param=where or None) from None
 
 
+def _export(read: Read, session: Session, config: ServerConfig, kind: str) -> bytes:
+    """The rows of a session as bytes; runs in the journal's reading thread."""
+    turns = [
+        turn_from_row(row)
+        for row in read(
+            f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id=? ORDER BY number",  # noqa: S608 - constants
+            (session.session_id,),
+        )
+    ]
+    outcome, settings = session.outcome, session.settings
+    facts = ExportFacts(
+        session.session_id,
+        reward=outcome.reward if outcome else None,
+        error=outcome.error if outcome else None,
+        task_id=session.task_id,
+        group_id=session.group_id,
+        metadata=settings.metadata,
+    )
+    policy = ExportPolicy(settings.branches, settings.side_requests or config.side_requests)
+    rows = export_rows(turns, facts, policy)
+    return pack_rows(rows) if kind == "safetensors" else rows_to_json(rows)
+
+
+def _sibling(request: Request) -> None:
+    """Answer strangers as if the route did not exist."""
+    if not from_sibling(request.scope):
+        raise NotFound(f"no route {request.method} {request.url.path}")
+
+
 def _json(value: object, *, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
@@ -332,6 +408,9 @@ def _origin(request: Request, gateway: Gateway) -> str:
     if gateway.config.public_url is not None:
         return gateway.config.public_url.rstrip("/")
     host = header(request.headers.raw, b"host") or ""
-    if not host or not all(c.isalnum() or c in ".-_:[]" for c in host):
+    if not host or not host.isascii() or not all(c.isalnum() or c in ".-_:[]" for c in host):
         raise BadRequest(f"host header {host!r} is no address", param="host")
+    if (port := gateway.crew.port) is not None:
+        # Straight to the worker that owns the session; a colon inside brackets belongs to the address.
+        host = f"{host[: host.rfind(':')] if host.rfind(':') > host.rfind(']') else host}:{port}"
     return f"{request.url.scheme}://{host}"

@@ -1,6 +1,7 @@
 """One session in memory: who it is, what it may do, its forest, its running calls and its outcome.
 
-Plain state; the store owns its life, turns add nodes. Depends on ``forest`` and the kernel.
+Plain state; the store owns its life, turns add nodes. Every open session has a ``Card``; its ``Session``
+is in memory only while it is used. Depends on ``forest`` and the kernel.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tollway.records import Sampling
+from tollway.session_server.bodies import Memo
 from tollway.session_server.calls import CallBook
-from tollway.session_server.forest import Forest
+from tollway.session_server.forest import Forest, Node
 
-__all__ = ["Outcome", "Session", "SessionState", "Settings"]
+__all__ = ["Card", "Outcome", "Session", "SessionState", "Settings"]
 
 SessionState = Literal["open", "closed"]
+_MEMOS = 8
+"""Conversations of a session that run side by side and are read from where they stood."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +32,10 @@ class Settings:
     min_version: int | None = None
     exact_version: int | None = None
     metadata: Mapping[str, object] = field(default_factory=dict)
+    branches: Literal["all", "main"] = "all"
+    """Which leaves are exported: every one, or of each root with tools only the one continued last."""
+    side_requests: Literal["mark", "train", "drop"] | None = None
+    """``None``: what the server is configured to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +45,17 @@ class Outcome:
     reward: float | None = None
     error: str | None = None
     details: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Card:
+    """What is always known of an open session."""
+
+    token_hash: bytes
+    expires_at: float
+    """Unix seconds."""
+    used_at: float
+    """Unix seconds of its creation, its last call, or the server's start."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -57,14 +76,36 @@ class Session:
     calls: CallBook = field(default_factory=CallBook)
     next_number: int = 0
     """Node number of the next turn."""
+    tokens: int = 0
+    """Ids kept over all branches."""
+    stored_bytes: int = 0
+    """Journal bytes of its turns."""
     sampling_overridden: int = 0
     """Requests whose temperature, top_p or top_k gave way to the session's."""
+    memos: list[Memo] = field(default_factory=list)
+    """What is remembered of earlier request bodies, latest first."""
+    visitors: int = 0
+    """Requests that hold this object; it must not leave memory meanwhile."""
 
     def take_number(self) -> int:
         """Reserve a node number; a failed turn leaves a gap."""
         number = self.next_number
         self.next_number += 1
         return number
+
+    def take_in(self, node: Node, stored_bytes: int) -> None:
+        """Add a committed node."""
+        self.forest.add(node)
+        self.tokens += node.suffix_size + node.sampled_size
+        self.stored_bytes += stored_bytes
+        self.next_number = max(self.next_number, node.number + 1)
+
+    def keep_memo(self, memo: Memo, replaces: Memo | None) -> None:
+        """Remember a body, in place of the one that it continued."""
+        if replaces in self.memos:
+            self.memos.remove(replaces)
+        self.memos.insert(0, memo)
+        del self.memos[_MEMOS:]
 
     def sampling(self) -> Sampling:
         """The session's sampling with defaults for what it leaves open."""
@@ -90,21 +131,25 @@ class Session:
             "in_flight": self.calls.running,
             "sampling_overridden": self.sampling_overridden,
             "turns": len(nodes),
-            "sampled_tokens": sum(int(node.record.sampled_ids.size) for node in nodes),
-            "nodes": [
-                {
-                    "number": node.number,
-                    "parent": node.parent.number if node.parent else None,
-                    "reason": node.reason,
-                    "tokens": node.length,
-                    "suffix_tokens": int(node.record.suffix_ids.size),
-                    "sampled_tokens": int(node.record.sampled_ids.size),
-                    "finish_reason": node.record.finish_reason,
-                    "cached_tokens": node.record.cached_tokens,
-                    "engine_id": node.record.engine_id,
-                    "versions": [[span.version, span.start, span.end] for span in node.record.versions],
-                    "superseded": node.superseded,
-                }
-                for node in nodes
-            ],
+            "sampled_tokens": sum(node.sampled_size for node in nodes),
+            "stored_tokens": self.tokens,
+            "stored_bytes": self.stored_bytes,
+            "nodes": [_describe(node) for node in nodes],
         }
+
+
+def _describe(node: Node) -> dict[str, object]:
+    return {
+        "number": node.number,
+        "parent": node.parent.number if node.parent else None,
+        "reason": node.reason,
+        "tokens": node.length,
+        "suffix_tokens": node.suffix_size,
+        "sampled_tokens": node.sampled_size,
+        "finish_reason": node.finish_reason,
+        "cached_tokens": node.cached_tokens,
+        "engine_id": node.engine_id,
+        "versions": [[span.version, span.start, span.end] for span in node.versions],
+        "engine_kinds": sorted({span.kind for span in node.versions if span.kind}),
+        "superseded": node.superseded,
+    }

@@ -1,8 +1,8 @@
 """The life of sessions: create, find, reward, close, delete, expire, and come back after a restart.
 
-Every change is in the journal before it is answered. Open sessions live in memory; closed ones stay there
-for a while and are read from the journal afterwards. Depends on ``journal``, ``rows`` and the router (to
-release pins).
+Every change is in the journal before it is answered. Of an open session that nobody uses only a card stays
+in memory; its next call brings it back from the journal, as does the first one after a restart. Depends on
+``journal``, ``rows`` and the router (for pins).
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
-from tollway.errors import BadRequest, CapacityExceeded, Conflict, JournalError, RequestAborted
+from tollway.errors import BadRequest, CapacityExceeded, Conflict, JournalError, RequestAborted, ServerStopping
 from tollway.router.service import Router
 from tollway.session_server import auth, metrics
 from tollway.session_server.config import ServerConfig
-from tollway.session_server.forest import Forest, Node
+from tollway.session_server.forest import Forest
 from tollway.session_server.journal import Journal
 from tollway.session_server.rows import (
+    CARD_COLUMNS,
     NODE_COLUMNS,
     SESSION_COLUMNS,
+    card_from_row,
     node_from_row,
     outcome_update,
     session_from_row,
     session_insert,
 )
-from tollway.session_server.session import Outcome, Session, Settings
+from tollway.session_server.session import Card, Outcome, Session, Settings
 
 __all__ = ["SessionStore"]
 
@@ -37,13 +41,18 @@ _SWEEP_S = 5.0
 
 
 class SessionStore:
-    """All sessions of one server process."""
+    """All sessions of one server process. ``worker`` is its number among its siblings."""
 
-    def __init__(self, config: ServerConfig, journal: Journal, router: Router) -> None:
+    def __init__(self, config: ServerConfig, journal: Journal, router: Router, *, worker: int = 0) -> None:
         self._config = config
         self._journal = journal
         self._router = router
-        self._open: dict[str, Session] = {}
+        self._worker = worker
+        self.boot = secrets.token_hex(8)
+        """Names this run of the server, see ``TurnInsert``."""
+        self._open: dict[str, Card] = {}
+        self._loaded: dict[str, Session] = {}
+        """Open sessions in memory."""
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Session | None]] = {}
 
@@ -53,32 +62,51 @@ class SessionStore:
         return len(self._open)
 
     async def start(self) -> None:
-        """Take over the open sessions of the journal, with their forests and pins."""
-        rows = await self._journal.read("SELECT id FROM sessions WHERE state='open'")
-        for row in rows:
-            session = await self._load(str(row[0]))
-            if session is not None:
-                self._open[session.session_id] = session
-                self._restore_pin(session)
+        """Take over the open sessions of the journal."""
+        rows = await self._journal.read(f"SELECT {CARD_COLUMNS} FROM sessions WHERE state='open'")  # noqa: S608
+        self._open = dict(card_from_row(row, used_at=time.time()) for row in rows)
         metrics.SESSIONS.set(len(self._open))
         if rows:
             logger.info("%d open sessions taken over from %s", len(rows), self._journal.path)
 
     async def sweep(self) -> None:
-        """Close sessions whose time is over, for ever."""
+        """Close sessions whose time is over and unload those that nobody uses, for ever."""
         while True:
             await asyncio.sleep(_SWEEP_S)
-            await self.expire(time.time())
+            now = time.time()
+            await self.expire(now)
+            self.unload(now)
 
     async def expire(self, now: float) -> None:
         """Close the sessions whose time is over at ``now``, in Unix seconds."""
-        for session in [each for each in self._open.values() if each.expires_at <= now]:
-            logger.info("session %s expired", session.session_id[:8])
+        for session_id, card in list(self._open.items()):
+            loaded = self._loaded.get(session_id)
+            busy = loaded is not None and loaded.calls.running > 0
+            if card.expires_at <= now:
+                why = "the session expired"
+            elif card.used_at + self._config.idle_ttl_s <= now and not busy:
+                why = f"the session was idle for {self._config.idle_ttl_s:.0f} s"
+            else:
+                continue
+            logger.info("session %s: %s", session_id[:8], why)
             try:
-                await self.close(session, why="the session expired")
+                session = await self.get(session_id)
+                if session is not None:
+                    await self.close(session, why=why)
             except JournalError as error:
                 # Closed in memory; a restart finds it open and expired, and closes it again.
-                logger.error("session %s: %s", session.session_id[:8], error)
+                logger.error("session %s: %s", session_id[:8], error)
+
+    def unload(self, now: float) -> None:
+        """Keep only the cards of sessions that nobody has used for a while."""
+        for session_id, session in list(self._loaded.items()):
+            card = self._open[session_id]
+            if (
+                session.visitors == 0
+                and session.calls.running == 0
+                and card.used_at + self._config.unload_after_s <= now
+            ):
+                del self._loaded[session_id]
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -88,7 +116,7 @@ class SessionStore:
         """(session, token). The token is not kept. Raises ``CapacityExceeded``."""
         if len(self._open) >= self._config.capacity:
             raise CapacityExceeded(f"all {self._config.capacity} sessions are in use; close some", retry_after_s=1.0)
-        session_id, token = auth.new_session_secret()
+        session_id, token = auth.new_session_secret(self._worker)
         now = time.time()
         session = Session(
             session_id=session_id,
@@ -100,18 +128,21 @@ class SessionStore:
             settings=settings,
             forest=Forest(call_ids=self._config.match_tool_call_ids),
         )
-        self._open[session_id] = session  # counted before the write, so that a burst cannot pass the cap
+        # Counted before the write, so that a burst cannot pass the cap.
+        self._open[session_id] = Card(session.token_hash, session.expires_at, now)
+        self._loaded[session_id] = session
         try:
             await self._journal.write(session_insert(session))
         except BaseException:
             self._open.pop(session_id, None)
+            self._loaded.pop(session_id, None)
             raise
         metrics.SESSIONS.set(len(self._open))
         return session, token
 
     async def get(self, session_id: str) -> Session | None:
         """A session by id, from memory or from the journal."""
-        session = self._open.get(session_id) or self._closed.get(session_id)
+        session = self._loaded.get(session_id) or self._closed.get(session_id)
         if session is not None:
             return session
         task = self._loading.get(session_id)
@@ -119,6 +150,22 @@ class SessionStore:
             task = asyncio.get_running_loop().create_task(self._recall(session_id))
             self._loading[session_id] = task
         return await asyncio.shield(task)
+
+    def token_hash(self, session_id: str) -> bytes | None:
+        """Of an open session, without loading it."""
+        card = self._open.get(session_id)
+        return card.token_hash if card is not None else None
+
+    @asynccontextmanager
+    async def visit(self, session: Session) -> AsyncIterator[Session]:
+        """Hold a session in memory for the time of a request and note that it is used."""
+        session.visitors += 1
+        try:
+            yield session
+        finally:
+            session.visitors -= 1
+            if (card := self._open.get(session.session_id)) is not None:
+                card.used_at = time.time()
 
     async def reward(self, session: Session, outcome: Outcome) -> None:
         """Record the verdict once; the same one again is fine, another is ``Conflict``."""
@@ -140,7 +187,7 @@ class SessionStore:
         if session.state != "closed":
             session.state = "closed"
             await session.calls.cancel_all(RequestAborted(why))
-            self._open.pop(session.session_id, None)
+            self._forget(session.session_id)
             self._remember(session)
             self._router.table.release(session.session_id)
             metrics.SESSIONS.set(len(self._open))
@@ -148,7 +195,7 @@ class SessionStore:
 
     async def delete(self, session_id: str) -> None:
         """Abort, forget and erase. Unknown ids are fine."""
-        session = self._open.pop(session_id, None) or self._closed.pop(session_id, None)
+        session = self._forget(session_id) or self._closed.pop(session_id, None)
         if session is not None:
             session.state = "closed"
             await session.calls.cancel_all(RequestAborted("the session was deleted"))
@@ -160,16 +207,29 @@ class SessionStore:
         # A load beside the erasure may have found the record, or be about to.
         self._loading.pop(session_id, None)
         self._closed.pop(session_id, None)
+        self._forget(session_id)
 
     async def stop(self) -> None:
         """End every running call; what is committed stays."""
         await asyncio.gather(
-            *(session.calls.cancel_all(RequestAborted("the server is stopping")) for session in self._open.values())
+            *(
+                session.calls.cancel_all(ServerStopping("the server is stopping; send the call again"))
+                for session in self._loaded.values()
+            )
         )
+
+    async def drained(self) -> None:
+        """Wait until no call runs."""
+        while running := [task for session in self._loaded.values() for task in session.calls.tasks]:
+            await asyncio.wait(running)
 
     def summary(self) -> Mapping[str, object]:
         """Counters for ``/healthz``."""
-        return {"open_sessions": len(self._open), "closed_in_memory": len(self._closed)}
+        return {
+            "open_sessions": len(self._open),
+            "loaded_sessions": len(self._loaded),
+            "closed_in_memory": len(self._closed),
+        }
 
     # -- the journal -------------------------------------------------------------------------------
 
@@ -181,27 +241,28 @@ class SessionStore:
         if not rows:
             return None
         session = session_from_row(rows[0], call_ids=self._config.match_tool_call_ids)
-        nodes: dict[int, Node] = {}
         for row in await self._journal.read(
             f"SELECT {NODE_COLUMNS} FROM turns WHERE session_id=? ORDER BY number",  # noqa: S608 - constants
             (session_id,),
         ):
-            node = node_from_row(row, nodes)
-            nodes[node.number] = node
-            session.forest.add(node)
-            session.next_number = node.number + 1
+            session.take_in(*node_from_row(row, session.forest.nodes, boot=self.boot))
         return session
 
     async def _recall(self, session_id: str) -> Session | None:
-        """A session that is not in memory any more; ``None`` when it was deleted while it was read."""
+        """A session that is not in memory; ``None`` when it was deleted while it was read."""
         mine = asyncio.current_task()
         try:
             session = await self._load(session_id)
             if session is None or self._loading.get(session_id) is not mine:
                 return None
-            # All open sessions are in memory; the journal of one that is being closed or deleted lags behind.
-            session.state = "closed"
-            self._remember(session)
+            if session_id in self._open:
+                session.state = "open"
+                self._loaded[session_id] = session
+                self._restore_pin(session)
+            else:
+                # The journal of one that is being closed or deleted lags behind.
+                session.state = "closed"
+                self._remember(session)
             return session
         finally:
             if self._loading.get(session_id) is mine:
@@ -209,13 +270,18 @@ class SessionStore:
 
     def _restore_pin(self, session: Session) -> None:
         last = session.forest.last
-        if last is not None:
+        if last is not None and session.session_id not in self._router.table.pins:
             longest = max(node.length for node in session.forest.nodes.values())
             self._router.restore_session(
-                session.session_id, last.record.engine_id, group=session.group_id, resident_tokens=longest
+                session.session_id, last.engine_id, group=session.group_id, resident_tokens=longest
             )
 
+    def _forget(self, session_id: str) -> Session | None:
+        self._open.pop(session_id, None)
+        return self._loaded.pop(session_id, None)
+
     def _remember(self, session: Session) -> None:
+        session.memos.clear()
         self._closed[session.session_id] = session
         self._closed.move_to_end(session.session_id)
         while len(self._closed) > self._config.keep_closed:

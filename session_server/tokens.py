@@ -4,35 +4,53 @@ Foreign text (users, tools, harnesses) is ``guard``-ed before a template sees it
 that may begin a control string stands a noncharacter, which ``encode`` takes out again. So ``<|im_end|>``
 in a user's message is ordinary text, ``<think>`` in the template is its control id, and text between two
 control ids is encoded in one piece, which keeps merges as the model learned them. No truncation, no
-padding, no BOS of the tokenizer's own. Depends on ``tokenizers`` (imported lazily).
+padding, no BOS of the tokenizer's own.
+
+``fastokens`` encodes, some forty times faster than ``tokenizers``, when both agree on a fixed corpus for this
+very vocabulary; otherwise ``tokenizers`` does. Depends on both (imported lazily).
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tollway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import AddedToken, Tokenizer
 
-__all__ = ["GUARD", "ControlTokenizer", "load_tokenizer"]
+__all__ = ["CORPUS", "GUARD", "ControlTokenizer", "load_tokenizer"]
 
+logger = logging.getLogger(__name__)
 GUARD = "\ufdd0"
 """A Unicode noncharacter: it has no meaning in interchange, and one in foreign text is doubled."""
+CORPUS = (
+    *("", " ", "\n", "\n\n", " \n", "\r\n\r\n", "\t\t x", "   y", "a  b   c    ", "\u00a0\u2003\u3000 z", "\v\f"),
+    *("Pantom hello", "don't I'LL we'Ve 'S", "x" * 300, "ab" * 200, "1234567890", "3.14159e-10", "0x1F 1_000 ½²"),
+    *("e\u0301 \u00e9 \u1e9b\u0323", "ﬁ Å Å ｶﾞ", "नमस्ते क़", "ไทยไม่มีวรรค", "עברית שלום", "日本語、中文。한국어", "🏳️‍🌈👩‍👩‍👧🇩🇪"),
+    *("\x00\x01\x7f\x85", "\ufdd0\ufeff\u200b\u2028", "\U0001f9ff\U0010fffd", "İıſK ΑΣ ẞ", "a\u0300\u0301\u0302b", "…—“”’"),
+    'def f(x):\n    return {"a": [1, 2.5, None], \'b\': "\\n"}  # <tag attr="v">\n\n\n\tif x != 3: pass\n',
+    '{"name": "run", "arguments": {"cmd": "ls -la /tmp | grep -v \\"x\\" && echo $HOME"}}',
+    "https://example.org/a/b?c=d&e=%20f#g  user@host:~$ sudo rm -rf ./*.py >> log 2>&1\n+++ b/x.py\n@@ -1,3 +1,4 @@\n",
+    "The quick brown fox, jumps over (the) lazy dog; isn't it?! CamelCaseWord snake_case_word SHOUTING\n" * 3,
+)
+"""What both encoders must agree on before the fast one is used; control strings are added to it."""
+_SMALL = 64
+_KEPT = 4096
 
 
 class ControlTokenizer:
     """The structural surface that ``renderers`` asks for, over a ``tokenizers.Tokenizer``.
 
-    Safe for concurrent use: the backend's settings are never changed after construction.
+    Safe for concurrent use: the backends' settings are never changed after construction.
     """
 
-    def __init__(self, backend: Tokenizer, *, name: str) -> None:
+    def __init__(self, backend: Tokenizer, *, name: str, fast: bool = True) -> None:
         from tokenizers import Tokenizer as Backend
 
         self.name_or_path = name
@@ -40,35 +58,75 @@ class ControlTokenizer:
         self.eos_token_id: int | None = None
         added = backend.get_added_tokens_decoder()
         self.control: dict[str, int] = {token.content: number for number, token in added.items()}
+        self.control_ids = frozenset(added)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         description = json.loads(backend.to_str())
         description |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-        self._ordinary = Backend.from_str(json.dumps(description))
+        ordinary = json.dumps(description)
+        oracle = Backend.from_str(ordinary)
+        self._encode_oracle: Callable[[str], list[int]] = lambda text: oracle.encode(text, add_special_tokens=False).ids
+        self._special = frozenset(number for number, token in added.items() if token.special)
         self._whole = backend
         self._whole.no_truncation()
         self._whole.no_padding()
-        strings = sorted(added.values(), key=lambda token: -len(token.content))
-        parts = []
-        for token in strings:
-            left, right = (r"\s*" if token.lstrip else ""), (r"\s*" if token.rstrip else "")
-            parts.append(f"{left}(?:{re.escape(token.content)}){right}")
-        self._controls = re.compile("(" + "|".join(parts) + ")") if parts else None
-        self._starts = "".join(sorted({token.content[0] for token in strings}))
+        self._bytes = self._byte_table(description["decoder"])
+        self._starts = "".join(sorted({token.content[0] for token in added.values()}))
         starts = re.escape(self._starts)
-        self._guarded = re.compile(f"([{starts}]){GUARD}|{GUARD}{GUARD}") if parts else None
-        self._foreign = re.compile(f"([{starts}{GUARD}])") if parts else None
+        self._controls = _control_pattern(added.values(), starts) if added else None
+        # Some templates dump schemas as ASCII JSON, which spells the noncharacter out.
+        self._guarded = re.compile(rf"([{starts}])(?:{GUARD}|\\ufdd0)|{GUARD}{GUARD}") if added else None
+        self._foreign = re.compile(f"([{starts}{GUARD}])") if added else None
+        self._small: dict[str, list[int]] = {}
         self._prove()
+        self._encode_fast = self._fast_encoder(ordinary) if fast else None
+        self._encode_piece = self._encode_fast or self._encode_oracle
+
+    @property
+    def encoder(self) -> str:
+        """Which library encodes: ``fastokens`` or ``tokenizers``."""
+        return "fastokens" if self._encode_fast is not None else "tokenizers"
 
     def _prove(self) -> None:
         """Ordinary encoding must not be able to give a control id."""
-        ids = set(self.control.values())
         for text in self.control:
-            found = ids.intersection(self._ordinary.encode(text, add_special_tokens=False).ids)
+            found = self.control_ids.intersection(self._encode_oracle(text))
             if found:
                 raise ConfigError(
                     f"tokenizer {self.name_or_path}: ordinary text {text!r} encodes to control id {min(found)}; "
                     "this vocabulary cannot keep user text apart"
                 )
+
+    def _fast_encoder(self, description: str) -> Callable[[str], list[int]] | None:
+        """fastokens over the same description, when it encodes the corpus as the oracle does."""
+        try:
+            from fastokens import Tokenizer as Fast
+
+            fast = Fast.from_json_str(description)
+        except Exception as error:
+            # Not installed, or a component of the file that it does not know (a ValueError of its own text).
+            logger.info("tokenizer %s: encoding with tokenizers: %s", self.name_or_path, error)
+            return None
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = fast.encode_ordinary(text).ids
+            return ids
+
+        differs = self.first_difference(encode, (*CORPUS, *self.control, "".join(self.control)))
+        if differs is not None:
+            logger.warning(
+                "tokenizer %s: encoding with tokenizers, since fastokens encodes %r as %s, not as %s",
+                self.name_or_path, differs, encode(differs)[:20], self._encode_oracle(differs)[:20],
+            )  # fmt: skip
+            return None
+        return encode
+
+    def first_difference(self, encode: Callable[[str], list[int]], texts: Iterable[str]) -> str | None:
+        """The first of ``texts`` that ``encode`` and the oracle take apart differently."""
+        return next((text for text in texts if encode(text) != self._encode_oracle(text)), None)
+
+    def fast_difference(self, texts: Iterable[str]) -> str | None:
+        """The first of ``texts`` on which the encoder in use and ``tokenizers`` differ."""
+        return self.first_difference(self._encode_piece, texts)
 
     def guard(self, text: str) -> str:
         """Foreign text in the form that ``encode`` never reads a control id from."""
@@ -78,7 +136,7 @@ class ControlTokenizer:
 
     def unguard(self, text: str) -> str:
         """Undo ``guard``."""
-        if self._guarded is None or GUARD not in text:
+        if self._guarded is None or (GUARD not in text and "\\ufdd0" not in text):
             return text
         return self._guarded.sub(lambda m: m.group(1) or GUARD, text)
 
@@ -86,19 +144,40 @@ class ControlTokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:
         """Ids of template text with guarded foreign text inside. Never adds anything."""
+        if len(text) > _SMALL:
+            return self._encode_whole(text)
+        # Templates encode the same few words at every turn.
+        known = self._small.get(text)
+        if known is None:
+            known = self._encode_whole(text)
+            if len(self._small) < _KEPT:
+                self._small[text] = known
+        return known.copy()
+
+    def _encode_whole(self, text: str) -> list[int]:
         if self._controls is None:
-            return list(self._ordinary.encode(text, add_special_tokens=False).ids)
+            return self._encode_piece(text)
         out: list[int] = []
         for at, piece in enumerate(self._controls.split(text)):
             if at % 2:
                 out.append(self.control[piece.strip() if piece not in self.control else piece])
             elif piece:
-                out += self._ordinary.encode(self.unguard(piece), add_special_tokens=False).ids
+                out += self._encode_piece(self.unguard(piece))
         return out
 
-    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **_: object) -> str:
-        """Text of ids; incomplete UTF-8 shows as U+FFFD."""
-        return self._whole.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False, **options: object) -> str:
+        """Text of ids; incomplete UTF-8 shows as U+FFFD.
+
+        Raises ``NotImplementedError`` for any other option: ``renderers`` has one that it uses only to find out,
+        in quadratic time, which message each id came from, and nobody here asks.
+        """
+        if options:
+            raise NotImplementedError(f"decoding takes no {', '.join(options)}")
+        if self._bytes is None:
+            return self._whole.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens:
+            token_ids = [token for token in token_ids if token not in self._special]
+        return b"".join(map(self._bytes.__getitem__, token_ids)).decode(errors="replace")
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | list[int | None] | None:
         """Id of a token string, or of each of several; ``None`` when there is no such token."""
@@ -108,13 +187,28 @@ class ControlTokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """Bytes of one id of a byte-level vocabulary."""
-        text = self._whole.id_to_token(token)
-        if text is None or text in self.control:
-            return (text or "").encode()
-        table = _byte_table()
-        if all(char in table for char in text):
-            return bytes(table[char] for char in text)
+        if self._bytes is not None:
+            return self._bytes[token]
         return self.decode([token]).encode()
+
+    def _byte_table(self, decoder: dict[str, object] | None) -> _Bytes | None:
+        """Bytes by id, for vocabularies whose decoder only joins bytes; it is ten times faster than the library."""
+        if decoder is None or decoder.get("type") != "ByteLevel":
+            return None
+        table = _byte_characters()
+        out = _Bytes()
+        for text, number in self._whole.get_vocab(with_added_tokens=True).items():
+            try:
+                out[number] = bytes([table[character] for character in text])
+            except KeyError:
+                out[number] = text.encode()
+        return out
+
+
+class _Bytes(dict[int, bytes]):
+    def __missing__(self, key: int) -> bytes:
+        """Ids above the vocabulary (padding of the embedding) decode to nothing, as in the library."""
+        return b""
 
 
 def load_tokenizer(path: Path) -> ControlTokenizer:
@@ -132,14 +226,42 @@ def load_tokenizer(path: Path) -> ControlTokenizer:
     return ControlTokenizer(backend, name=str(path))
 
 
-def _byte_table() -> dict[str, int]:
+def _control_pattern(added: Iterable[AddedToken], starts: str) -> re.Pattern[str]:
+    """Matches the longest control string, never one whose first character is guarded.
+
+    Control strings share prefixes, and some vocabularies have a thousand of them: as a tree, the pattern tries
+    each character once.
+    """
+    plain: list[str] = []
+    stripped: list[str] = []
+    for token in sorted(added, key=lambda token: -len(token.content)):
+        if token.lstrip or token.rstrip:
+            left, right = (r"\s*" if token.lstrip else ""), (r"\s*" if token.rstrip else "")
+            stripped.append(f"{left}(?:{re.escape(token.content)}){right}")
+        else:
+            plain.append(token.content)
+    parts = [*stripped, f"(?=[{starts}](?!{GUARD}))(?:{_tree(plain)})"] if plain else stripped
+    return re.compile(f"({'|'.join(parts)})")
+
+
+def _tree(texts: Iterable[str]) -> str:
+    """A regular expression for any of ``texts``, the longest first."""
+    heads: dict[str, list[str]] = {}
+    ends = False
+    for text in texts:
+        if text:
+            heads.setdefault(text[0], []).append(text[1:])
+        else:
+            ends = True
+    branches = [re.escape(head) + _tree(tails) for head, tails in heads.items()]
+    if not branches:
+        return ""
+    joined = branches[0] if len(branches) == 1 and not ends else f"(?:{'|'.join(branches)})"
+    return joined + ("?" if ends else "")
+
+
+def _byte_characters() -> dict[str, int]:
     """Character of a byte-level vocabulary -> byte."""
-    if not _TABLE:
-        shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        hidden = [byte for byte in range(256) if byte not in shown]
-        _TABLE.update({chr(byte): byte for byte in shown})
-        _TABLE.update({chr(256 + at): byte for at, byte in enumerate(hidden)})
-    return _TABLE
-
-
-_TABLE: dict[str, int] = {}
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {chr(256 + at): byte for at, byte in enumerate(hidden)}

@@ -1,4 +1,4 @@
-"""One model call, from parsed request to committed node.
+"""One model call, from matched request to committed nodes.
 
 The order is the product: attach, render only what is new, call the engine, parse, commit, and only then let
 the caller send the end of the reply. A turn that fails before its commit leaves nothing; one that is
@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
-import orjson
-
-from tollway.errors import BadRequest, CapacityExceeded, ContextLengthExceeded, TollwayError, UpstreamError
+from tollway.errors import BadRequest, CapacityExceeded, TollwayError, UpstreamError
 from tollway.messages import Message, ToolCall
 from tollway.records import Ids, Sampling, TurnRecord
 from tollway.router.engines import GenerateCall, GenerateDelta
 from tollway.router.service import Lineage, Routed, Router
+from tollway.router.wire import Prompt, ids_json
 from tollway.session_server import metrics
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.families.base import Family, ParsedReply, PathTail, StreamDelta
-from tollway.session_server.forest import Attachment, Node, common_prefix, path_ids
-from tollway.session_server.journal import Journal
+from tollway.session_server.forest import Attachment, Node, Place, common_prefix, path_prompt
+from tollway.session_server.journal import Journal, Statement
 from tollway.session_server.names import fresh
-from tollway.session_server.request import TurnDelta, TurnOutcome, TurnRequest
-from tollway.session_server.rows import node_insert
+from tollway.session_server.request import TurnDelta, TurnOutcome, Wish
+from tollway.session_server.rows import TurnInsert, messages_json, turn_insert
+from tollway.session_server.sampling import sampling_of
 from tollway.session_server.session import Session
 
-__all__ = ["Turns"]
+__all__ = ["Asked", "Turns"]
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -43,6 +42,29 @@ _OFF_LOOP_CHARS = 16_384
 _OFF_LOOP_IDS = 4_096
 _BREAKS = ("edited", "tools_changed", "rerendered")
 """Reasons of roots that replace a conversation: what they share with it could still be cached."""
+Outcomes = tuple[TurnOutcome, ...]
+Keep = Callable[[Outcomes], bytes]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request with its conversation, as far as it had to be read."""
+
+    wish: Wish
+    place: Place
+    """Of the whole conversation in the forest."""
+    messages: Sequence[Message]
+    """The last kernel messages of the conversation: from ``first`` on."""
+    first: int
+    """How many kernel messages come before ``messages``."""
+    whole: Callable[[], Awaitable[Sequence[Message]]]
+    """All kernel messages, for the rare turn that has to render them anew."""
+    named: Node | None = None
+    """Node whose reply the request names as the one that it continues."""
+    reply_id: str = ""
+    call_prefix: str = "call_"
+    key: str | None = None
+    """Idempotency key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,190 +77,250 @@ class _Plan:
     new_messages: Sequence[Message]
     suffix: Ids
     """[added] ids after the parent's last one."""
-    prompt: Ids
-    """[path + added]"""
+    chunk: bytes
+    """The same as text."""
+    prompt: Prompt
+    """The path's ids and the added ones."""
+
+    @property
+    def prompt_end(self) -> Ids:
+        """[up to 64] last ids of the prompt."""
+        return self.suffix[-_TAIL:]
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One of the replies that a turn asks for."""
+
+    index: int
+    sampling: Sampling
+    call_ids: list[str]
+    """Ids that streamed tool calls were given already."""
+    routed: Routed | None = None
+    parsed: ParsedReply | None = None
 
 
 class Turns:
     """Runs turns of any session."""
 
-    def __init__(self, config: ServerConfig, family: Family, router: Router, journal: Journal) -> None:
+    def __init__(self, config: ServerConfig, family: Family, router: Router, journal: Journal, *, boot: str) -> None:
         self._config = config
         self._family = family
         self._router = router
         self._journal = journal
+        self._boot = boot
 
     async def run(
-        self, session: Session, request: TurnRequest, *, keep: Callable[[TurnOutcome], bytes] | None = None
-    ) -> AsyncGenerator[TurnDelta | TurnOutcome]:
-        """Yield deltas (when streaming) and, once the turn is on disk, its outcome.
+        self, session: Session, asked: Asked, *, keep: Keep | None = None
+    ) -> AsyncGenerator[TurnDelta | Outcomes]:
+        """Yield deltas (when streaming) and, once every choice is on disk, the outcomes.
 
         ``keep`` renders the reply that the journal keeps for retries with an idempotency key. Raises
         ``BadRequest``, ``ContextLengthExceeded``, ``CapacityExceeded``, the router's errors, ``JournalError``.
         """
+        wish = asked.wish
         try:
             self._admit(session)
-            plan = await self._plan(session, request)
-            sampling = self._sampling(session, request, int(plan.prompt.size))
-            call = self._call(session, request, plan, sampling)
-            lineage = _lineage(session, plan)
-            ids: list[str] = []
-            tools = request.tools if request.calls_allowed else ()
-            routed: Routed | None = None
-            prompt_end = plan.suffix[-_TAIL:]
-            parser = self._family.stream(tools, prompt_end=prompt_end, stop=sampling.stop) if request.stream else None
-            if parser is None:
-                routed = await self._router.generate(session.session_id, call, lineage=lineage, group=session.group_id)
+            plan = await self._plan(session, asked)
+            sampling = sampling_of(
+                session, wish, plan.prompt.size, config=self._config, family=self._family, router=self._router,
+                prompt_end=plan.prompt_end,
+            )  # fmt: skip
+            choices = [_Choice(at, _reseeded(sampling, at), []) for at in range(wish.choices)]
+            if wish.choices == 1:
+                async with aclosing(self._generate(session, asked, plan, choices[0])) as deltas:
+                    async for delta in deltas:
+                        yield delta
             else:
-                stream = self._router.stream(session.session_id, call, lineage=lineage, group=session.group_id)
-                async with aclosing(stream) as items:
-                    async for item in items:
-                        if isinstance(item, GenerateDelta):
-                            for delta in parser.feed(item.output_ids.tolist()):
-                                yield _with_id(delta, ids)
-                        else:
-                            routed = item
-            if routed is None or not routed.reply.output_ids.size:
-                raise UpstreamError("the engine ended without a token")
-            parsed = await self._parse(routed, request, prompt_end)
-            if parser is not None:
-                for delta in parser.finish(parsed):
-                    yield _with_id(delta, ids)
-            outcome = await self._commit(session, request, plan, _Result(routed, sampling, parsed, ids), keep)
+                async with aclosing(self._together(session, asked, plan, choices)) as deltas:
+                    async for delta in deltas:
+                        yield delta
+            outcomes = await self._commit(session, asked, plan, choices, keep)
         except TollwayError as error:
             metrics.TURNS.labels(error.code).inc()
             raise
         except (asyncio.CancelledError, GeneratorExit):
             metrics.TURNS.labels("cancelled").inc()
             raise
-        metrics.TURNS.labels("ok").inc()
-        metrics.SAMPLED.inc(int(outcome.record.sampled_ids.size))
-        yield outcome
+        metrics.TURNS.labels("ok").inc(len(outcomes))
+        metrics.SAMPLED.inc(sum(int(outcome.record.sampled_ids.size) for outcome in outcomes))
+        yield outcomes
+
+    async def count(self, session: Session, asked: Asked) -> int:
+        """Ids of the prompt that this request would send. Calls no engine."""
+        return (await self._plan(session, asked)).prompt.size
 
     # -- before the engine -------------------------------------------------------------------------
 
     def _admit(self, session: Session) -> None:
+        config = self._config
         if session.state != "open":
             raise BadRequest("this session is closed; open a new one")
-        if session.next_number >= self._config.max_nodes:
+        if session.next_number >= config.max_nodes:
             raise BadRequest(f"this session has made {session.next_number} model calls, which is server.max_nodes")
-        if session.calls.running > self._config.max_concurrent_turns:
+        if config.max_session_tokens is not None and session.tokens >= config.max_session_tokens:
+            raise BadRequest(f"this session keeps {session.tokens} tokens; server.max_session_tokens allows no more")
+        if config.max_session_bytes is not None and session.stored_bytes >= config.max_session_bytes:
+            raise BadRequest(f"this session takes {session.stored_bytes} bytes; server.max_session_bytes is reached")
+        if session.calls.running > config.max_concurrent_turns:
             raise CapacityExceeded(f"{session.calls.running} calls of this session are running", retry_after_s=1.0)
         self._router.require_engine()
         self._router.check_version(session.session_id, session.settings.min_version, session.settings.exact_version)
 
-    async def _plan(self, session: Session, request: TurnRequest) -> _Plan:
-        attachment = session.forest.attach(request.messages, request.tools)
+    async def _plan(self, session: Session, asked: Asked) -> _Plan:
+        attachment = session.forest.attach(asked.place, named=asked.named)
         parent = attachment.parent
-        chars = sum(len(message.content) for message in attachment.new_messages)
+        wish = asked.wish
         if parent is not None:
-            tail = PathTail(parent.record.suffix_ids[-_TAIL:], parent.record.sampled_ids, parent.record.finish_reason)
-            added = await _maybe_off_loop(
-                chars > _OFF_LOOP_CHARS,
-                lambda: self._family.extend(tail, attachment.new_messages, request.tools, request.options),
-            )
+            added = await self._extension(asked, attachment, parent)
             if added is not None:
-                prompt = path_ids(parent, added)
-                return _Plan(attachment, parent, attachment.reason, attachment.new_messages, added, prompt)
-        chars = sum(len(message.content) for message in request.messages)
-        prompt = await _maybe_off_loop(
-            chars > _OFF_LOOP_CHARS,
-            lambda: self._family.render_prompt(request.messages, request.tools, request.options),
+                suffix, messages = added
+                chunk = ids_json(suffix)
+                prompt = path_prompt(parent).extended(chunk, int(suffix.size))
+                return _Plan(attachment, parent, attachment.reason, messages, suffix, chunk, prompt)
+        messages = await asked.whole()
+        suffix = await _maybe_off_loop(
+            _chars(messages) > _OFF_LOOP_CHARS,
+            lambda: self._family.render_prompt(messages, wish.tools, wish.options),
         )
         # The family could not append without changing earlier ids: a new root, never a silent rewrite.
         reason = "rerendered" if parent is not None else attachment.reason
-        return _Plan(attachment, None, reason, request.messages, prompt, prompt)
+        return _Plan(attachment, None, reason, messages, suffix, ids_json(suffix), Prompt.of(suffix))
 
-    def _sampling(self, session: Session, request: TurnRequest, prompt_tokens: int) -> Sampling:
-        own = session.settings.sampling
-        base = session.sampling()
-        asked = {"temperature": request.temperature, "top_p": request.top_p, "top_k": request.top_k}
-        used: dict[str, float | int] = {}
-        for name, value in asked.items():
-            fixed = getattr(base, name)
-            if value is None or name in own:
-                used[name] = fixed
-                session.sampling_overridden += int(value is not None and value != fixed)
-            else:
-                used[name] = value
-        limit = self._config.context_length or self._router.context_length()
-        room = limit - prompt_tokens if limit is not None else None
-        if limit is not None and room is not None and room < 1:
-            raise ContextLengthExceeded(prompt_tokens, limit)
-        wishes = (request.max_new_tokens, base.max_new_tokens, self._config.max_new_tokens, room)
-        known = [wish for wish in wishes if wish is not None]
-        if not known:
-            raise BadRequest("the engine does not say how long its context is; send max_tokens", param="max_tokens")
-        return Sampling(
-            temperature=used["temperature"],
-            top_p=used["top_p"],
-            top_k=int(used["top_k"]),
-            max_new_tokens=min(known),
-            seed=request.seed if request.seed is not None else base.seed,
-            stop=(*base.stop, *request.stop),
-            stop_token_ids=tuple(dict.fromkeys((*self._family.stop_ids, *base.stop_token_ids))),
+    async def _extension(
+        self, asked: Asked, attachment: Attachment, parent: Node
+    ) -> tuple[Ids, Sequence[Message]] | None:
+        """([added] ids, new messages) behind ``parent``; ``None`` when the family cannot append."""
+        family, wish = self._family, asked.wish
+        # Places count from the conversation's beginning, or from the reply that the request names.
+        behind = attachment.used - asked.first
+        messages = asked.messages[behind:] if behind >= 0 else (await asked.whole())[attachment.used :]
+        history = (await asked.whole())[: -len(messages) or None] if family.needs_history else ()
+        prompt_end, sampled = parent.own_ids()
+        tail = PathTail(prompt_end[-_TAIL:], sampled, parent.finish_reason)
+        added = await _maybe_off_loop(
+            _chars(messages) > _OFF_LOOP_CHARS or family.needs_history,
+            lambda: family.extend(tail, messages, wish.tools, wish.options, history=history),
         )
+        return None if added is None else (added, messages)
 
-    def _call(self, session: Session, request: TurnRequest, plan: _Plan, sampling: Sampling) -> GenerateCall:
-        routes = self._config.routed_experts
+    # -- the engine --------------------------------------------------------------------------------
+
+    async def _generate(
+        self, session: Session, asked: Asked, plan: _Plan, choice: _Choice
+    ) -> AsyncGenerator[TurnDelta]:
+        """Run one choice to its parsed end; yields deltas when streaming."""
+        wish = asked.wish
+        call = self._call(session, asked, plan, choice)
+        lineage = _lineage(session, plan)
+        tools = wish.tools if wish.tool_choice.mode != "none" else ()
+        key, group = session.session_id, session.group_id
+        parser = (
+            self._family.stream(tools, prompt_end=plan.prompt_end, stop=choice.sampling.stop) if wish.stream else None
+        )
+        routed: Routed | None = None
+        if parser is None:
+            routed = await self._router.generate(key, call, lineage=lineage, group=group)
+        else:
+            async with aclosing(self._router.stream(key, call, lineage=lineage, group=group)) as items:
+                async for item in items:
+                    if isinstance(item, GenerateDelta):
+                        for delta in parser.feed(item.output_ids.tolist()):
+                            yield _named(delta, choice, asked.call_prefix)
+                    else:
+                        routed = item
+        if routed is None or not routed.reply.output_ids.size:
+            raise UpstreamError("the engine ended without a token")
+        choice.routed = routed
+        choice.parsed = await self._parse(routed, wish, plan.prompt_end)
+        if parser is not None:
+            for delta in parser.finish(choice.parsed):
+                yield _named(delta, choice, asked.call_prefix)
+
+    async def _together(
+        self, session: Session, asked: Asked, plan: _Plan, choices: Sequence[_Choice]
+    ) -> AsyncGenerator[TurnDelta]:
+        """Run several choices side by side. The first that fails ends them all."""
+        deltas: asyncio.Queue[TurnDelta | None] = asyncio.Queue()
+
+        async def one(choice: _Choice) -> None:
+            async with aclosing(self._generate(session, asked, plan, choice)) as pieces:
+                async for piece in pieces:
+                    deltas.put_nowait(piece)
+
+        async def everyone() -> None:
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for choice in choices:
+                        group.create_task(one(choice))
+            except* TollwayError as errors:
+                raise _first(errors) from None
+            finally:
+                deltas.put_nowait(None)
+
+        running = asyncio.get_running_loop().create_task(everyone())
+        try:
+            while (delta := await deltas.get()) is not None:
+                yield delta
+            await running
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def _call(self, session: Session, asked: Asked, plan: _Plan, choice: _Choice) -> GenerateCall:
+        config = self._config
+        start = plan.parent.length - 1 if plan.parent is not None else 0
         return GenerateCall(
             rid=f"{session.session_id[:12]}-{fresh()}",
-            input_ids=plan.prompt,
-            sampling=sampling,
+            prompt=plan.prompt,
+            sampling=choice.sampling,
             routing_key=session.session_id,
-            stream=request.stream,
-            top_logprobs=max(request.top_logprobs, self._config.top_logprobs),
-            return_routed_experts=routes,
+            stream=asked.wish.stream,
+            top_logprobs=max(asked.wish.top_logprobs, config.top_logprobs),
+            return_routed_experts=config.routed_experts,
             # The parent's last id has no row yet.
-            routed_experts_start=plan.parent.length - 1 if routes and plan.parent is not None else 0,
+            routed_experts_start=start if config.routed_experts else 0,
         )
 
-    # -- after the engine --------------------------------------------------------------------------
-
-    async def _parse(self, routed: Routed, request: TurnRequest, prompt_end: Ids) -> ParsedReply:
+    async def _parse(self, routed: Routed, wish: Wish, prompt_end: Ids) -> ParsedReply:
         reply = routed.reply
         stop = reply.matched if isinstance(reply.matched, str) else None
-        tools = request.tools if request.calls_allowed else ()
+        tools = wish.tools if wish.tool_choice.mode != "none" else ()
         return await _maybe_off_loop(
             reply.output_ids.size > _OFF_LOOP_IDS,
             lambda: self._family.parse(reply.output_ids, tools, prompt_end=prompt_end, stop=stop),
         )
 
+    # -- after the engine --------------------------------------------------------------------------
+
     async def _commit(
-        self,
-        session: Session,
-        request: TurnRequest,
-        plan: _Plan,
-        result: _Result,
-        keep: Callable[[TurnOutcome], bytes] | None,
-    ) -> TurnOutcome:
-        message = result.message()
-        record = result.record(plan)
-        node = self._node(session, plan, record, message, result.routed)
-        finish = "length" if record.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
-        outcome = TurnOutcome(number=node.number, message=message, finish_reason=finish, record=record)
-        statements = [
-            node_insert(
-                session.session_id,
-                node,
-                messages=_messages_json(plan, message),
-                key=request.idempotency_key,
-                reply=keep(outcome) if keep is not None and request.idempotency_key is not None else None,
+        self, session: Session, asked: Asked, plan: _Plan, choices: Sequence[_Choice], keep: Keep | None
+    ) -> Outcomes:
+        made = [self._made(session, asked, plan, choice) for choice in choices]
+        outcomes = tuple(outcome for _, outcome in made)
+        statements: list[Statement] = []
+        sizes = []
+        for at, (node, outcome) in enumerate(made):
+            insert = TurnInsert(
+                messages=messages_json((*plan.new_messages, outcome.message)),
+                boot=self._boot,
+                key=asked.key if at == 0 else None,
+                reply=keep(outcomes) if keep is not None and asked.key is not None and at == 0 else None,
             )
-        ]
+            statement, size = turn_insert(session.session_id, node, outcome.record, insert)
+            statements.append(statement)
+            sizes.append(size)
         old = plan.attachment.supersedes
         if old is not None:
             statements.append(
-                (
-                    "UPDATE turns SET superseded=1 WHERE session_id=? AND number=?",
-                    (session.session_id, old.number),
-                )
+                ("UPDATE turns SET superseded=1 WHERE session_id=? AND number=?", (session.session_id, old.number))
             )
         written = self._journal.submit(*statements)
 
         def take_in(done: asyncio.Future[None]) -> None:
             if not done.cancelled() and done.exception() is None:
-                session.forest.add(node)
+                for (node, _), size in zip(made, sizes, strict=True):
+                    session.take_in(node, size)
                 if old is not None:
                     old.superseded = True
 
@@ -247,68 +329,87 @@ class Turns:
         try:
             await asyncio.shield(written)
         except asyncio.CancelledError:
-            node.delivered = False
+            for node, _ in made:
+                node.delivered = False
             raise
-        return outcome
+        return outcomes
 
-    def _node(self, session: Session, plan: _Plan, record: TurnRecord, message: Message, routed: Routed) -> Node:
+    def _made(self, session: Session, asked: Asked, plan: _Plan, choice: _Choice) -> tuple[Node, TurnOutcome]:
+        """The node and the outcome of one choice."""
+        routed, parsed = choice.routed, choice.parsed
+        if routed is None or parsed is None:
+            raise UpstreamError(f"choice {choice.index} ended without a reply")
+        message = _message(parsed, choice, asked.call_prefix)
+        record = _record(plan, choice, routed)
         attachment = plan.attachment
-        end, bare = session.forest.end_digests(attachment.request_digest, message)
-        return Node(
+        place = attachment.place
+        end, bare = session.forest.end_digests(place.at, message)
+        sampled = int(record.sampled_ids.size)
+        node = Node(
             number=session.take_number(),
             parent=plan.parent,
-            record=record,
-            reason=plan.reason,
-            request_digest=attachment.request_digest,
+            reason=plan.reason if choice.index == 0 else "choice",
+            chunk=plan.chunk + (b"," if plan.chunk else b"") + ids_json(record.sampled_ids),
+            suffix_size=int(plan.suffix.size),
+            sampled_size=sampled,
+            length=plan.prompt.size + sampled,
+            finish_reason=record.finish_reason,
+            request_digest=place.at,
             end_digest=end,
             bare_digest=bare,
-            root_digest=attachment.root_digest,
-            tools=attachment.tools,
-            length=int(plan.prompt.size + record.sampled_ids.size),
+            root_digest=place.root,
+            lead_digest=place.lead,
+            tools=place.tools,
+            engine_id=record.engine_id,
+            versions=record.versions,
+            cached_tokens=record.cached_tokens,
+            reply_id=asked.reply_id if asked.wish.store and choice.index == 0 else "",
             facts=routed.facts,
         )
+        finish = "length" if record.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
+        return node, TurnOutcome(number=node.number, message=message, finish_reason=finish, record=record)
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What came back from the engine, read."""
+def _record(plan: _Plan, choice: _Choice, routed: Routed) -> TurnRecord:
+    """The reply as it is kept."""
+    reply = routed.reply
+    return TurnRecord(
+        suffix_ids=plan.suffix,
+        sampled_ids=reply.output_ids,
+        logprobs=reply.logprobs,
+        versions=reply.versions,
+        finish_reason=reply.finish_reason,
+        sampling=choice.sampling,
+        engine_id=routed.engine_name,
+        prompt_tokens=reply.prompt_tokens,
+        cached_tokens=reply.cached_tokens,
+        started_at=routed.started_at,
+        ended_at=routed.ended_at,
+        matched=reply.matched,
+        routed_experts=reply.routed_experts,
+        top_logprobs=reply.top_logprobs,
+        sampling_mask=reply.sampling_mask,
+        indexer_topk=reply.indexer_topk,
+    )
 
-    routed: Routed
-    sampling: Sampling
-    parsed: ParsedReply
-    call_ids: list[str]
-    """Ids that streamed tool calls were given already."""
 
-    def message(self) -> Message:
-        """The reply as the harness gets it."""
-        parsed = self.parsed
-        while len(self.call_ids) < len(parsed.calls):
-            self.call_ids.append(_call_id())
-        calls = tuple(
-            ToolCall(call_id, call.name, call.arguments)
-            for call_id, call in zip(self.call_ids, parsed.calls, strict=False)
-        )
-        return Message(role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls)
+def _message(parsed: ParsedReply, choice: _Choice, prefix: str) -> Message:
+    """The reply as the harness gets it."""
+    while len(choice.call_ids) < len(parsed.calls):
+        choice.call_ids.append(prefix + fresh())
+    calls = tuple(
+        ToolCall(call_id, call.name, call.arguments)
+        for call_id, call in zip(choice.call_ids, parsed.calls, strict=False)
+    )
+    return Message(role="assistant", content=parsed.content, reasoning=parsed.reasoning, tool_calls=calls)
 
-    def record(self, plan: _Plan) -> TurnRecord:
-        """The reply as it is kept."""
-        reply = self.routed.reply
-        return TurnRecord(
-            suffix_ids=plan.suffix,
-            sampled_ids=reply.output_ids,
-            logprobs=reply.logprobs,
-            versions=reply.versions,
-            finish_reason=reply.finish_reason,
-            sampling=self.sampling,
-            engine_id=self.routed.engine_name,
-            prompt_tokens=reply.prompt_tokens,
-            cached_tokens=reply.cached_tokens,
-            started_at=self.routed.started_at,
-            ended_at=self.routed.ended_at,
-            matched=reply.matched,
-            routed_experts=reply.routed_experts,
-            top_logprobs=reply.top_logprobs,
-        )
+
+def _named(delta: StreamDelta, choice: _Choice, prefix: str) -> TurnDelta:
+    if delta.call is None:
+        return TurnDelta(content=delta.content, reasoning=delta.reasoning, choice=choice.index)
+    choice.call_ids.append(prefix + fresh())
+    call = ToolCall(choice.call_ids[-1], delta.call.name, delta.call.arguments)
+    return TurnDelta(call=call, choice=choice.index)
 
 
 def _lineage(session: Session, plan: _Plan) -> Lineage:
@@ -319,35 +420,21 @@ def _lineage(session: Session, plan: _Plan) -> Lineage:
     broken = session.forest.last
     if broken is None or plan.reason not in _BREAKS:
         return Lineage()
-    empty = np.zeros(0, np.int32)
-    return Lineage(broken.facts, common_prefix(plan.prompt, path_ids(broken, empty)))
+    return Lineage(broken.facts, common_prefix(plan.prompt, path_prompt(broken)))
 
 
-def _with_id(delta: StreamDelta, ids: list[str]) -> TurnDelta:
-    if delta.call is None:
-        return TurnDelta(content=delta.content, reasoning=delta.reasoning)
-    ids.append(_call_id())
-    return TurnDelta(call=ToolCall(ids[-1], delta.call.name, delta.call.arguments))
+def _reseeded(sampling: Sampling, index: int) -> Sampling:
+    """Choices of one request must differ although they share its seed."""
+    return sampling if sampling.seed is None or index == 0 else replace(sampling, seed=sampling.seed + index)
 
 
-def _call_id() -> str:
-    return f"call_{fresh()}"
+def _first(errors: BaseExceptionGroup[TollwayError]) -> TollwayError:
+    first = errors.exceptions[0]
+    return first if isinstance(first, TollwayError) else _first(first)
 
 
-def _messages_json(plan: _Plan, reply: Message) -> bytes:
-    """New messages and the reply, for people who read the journal."""
-    return orjson.dumps([_plain(message) for message in (*plan.new_messages, reply)])
-
-
-def _plain(message: Message) -> dict[str, object]:
-    out: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        out["reasoning"] = message.reasoning
-    if message.tool_calls:
-        out["tool_calls"] = [[call.id, call.name, call.arguments] for call in message.tool_calls]
-    if message.tool_call_id is not None:
-        out["tool_call_id"] = message.tool_call_id
-    return out
+def _chars(messages: Sequence[Message]) -> int:
+    return sum(len(message.content) for message in messages)
 
 
 async def _maybe_off_loop(heavy: bool, work: Callable[[], _T]) -> _T:

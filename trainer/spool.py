@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,29 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from tollway.errors import InvalidRecord
-from tollway.records import Group, Rollout, RoutedExperts, Sampling, TokenSpan, TopLogprobs, Trajectory
+from tollway.records import (
+    Group,
+    IndexerTopk,
+    Rollout,
+    RoutedExperts,
+    Sampling,
+    SamplingMask,
+    TokenSpan,
+    TopLogprobs,
+    Trajectory,
+    VersionSpan,
+)
 from tollway.trainer.atomic import write_file
 
 __all__ = ["Spool", "decode_group", "encode_group"]
 
 _TOKEN_COLUMNS = ("token_ids", "loss_mask", "logprobs", "weight_version")
-_ROW_FIELDS = ("session_id", "leaf", "branch_reason", "finish_reasons", "engine_ids", "cached_tokens", "trainable")
+_ROW_FIELDS = (
+    *("session_id", "leaf", "branch_reason", "finish_reasons", "engine_ids", "cached_tokens", "trainable"),
+    *("reward", "error", "prompt_tokens", "turn_times", "truncated", "side_request", "untrainable_reason"),
+    *("task_id", "group_id"),
+)
+"""Fields of a row that are JSON as they are."""
 
 
 class Spool:
@@ -82,6 +98,12 @@ def encode_group(group: Group) -> bytes:
         if row.top_logprobs is not None:
             columns[f"top_ids.{at}"] = np.ascontiguousarray(row.top_logprobs.ids)
             columns[f"top_logprobs.{at}"] = np.ascontiguousarray(row.top_logprobs.logprobs)
+        if row.indexer_topk is not None:
+            columns[f"indexer_topk.{at}"] = np.ascontiguousarray(row.indexer_topk.ids)
+        if (mask := row.sampling_mask) is not None:
+            columns[f"mask_starts.{at}"] = np.ascontiguousarray(mask.offsets)
+            columns[f"mask_ids.{at}"] = np.ascontiguousarray(mask.ids)
+            columns[f"mask_logprobs.{at}"] = np.ascontiguousarray(mask.logprobs)
     about = {
         "group_id": group.group_id,
         "task_id": group.task_id,
@@ -124,10 +146,10 @@ def _about_rollout(rollout: Rollout) -> dict[str, object]:
         {name: getattr(row, name) for name in _ROW_FIELDS}
         | {
             "sampling": dataclasses.asdict(row.sampling),
+            "turn_sampling": [dataclasses.asdict(each) for each in row.turn_sampling],
             "turn_spans": [[span.start, span.end] for span in row.turn_spans],
-            "reward": row.reward,
-            "error": row.error,
-            "route_start": None if row.routed_experts is None else row.routed_experts.start,
+            "version_spans": [dataclasses.astuple(span) for span in row.version_spans],
+            "metadata": dict(row.metadata),
         }
         for row in rollout.rows
     ]
@@ -137,29 +159,41 @@ def _about_rollout(rollout: Rollout) -> dict[str, object]:
 def _row(columns: dict[str, NDArray[np.generic]], at: int, about: dict[str, object]) -> Trajectory:
     start, end = (int(edge) for edge in columns["row_offsets"][at : at + 2])
     parts = {name: columns[name][start:end].copy() for name in _TOKEN_COLUMNS}
-    routes, top = columns.get(f"routed_experts.{at}"), columns.get(f"top_ids.{at}")
-    fields = {name: _tupled(about[name]) for name in _ROW_FIELDS}
-    sampling = cast("dict[str, object]", about["sampling"])
+    fields = {name: _tupled(about[name]) for name in _ROW_FIELDS if name in about}
     return Trajectory(
         **parts,  # type: ignore[arg-type]  # checked by the record itself
         **fields,  # type: ignore[arg-type]  # checked by the record itself
-        sampling=Sampling(**{name: _tupled(value) for name, value in sampling.items()}),  # type: ignore[arg-type]  # as above
+        sampling=_sampling(about["sampling"]),
+        turn_sampling=tuple(map(_sampling, cast("list[object]", about.get("turn_sampling", [])))),
         turn_spans=tuple(TokenSpan(*span) for span in cast("list[list[int]]", about["turn_spans"])),
-        reward=cast("float | None", about["reward"]),
-        error=cast("str | None", about["error"]),
-        routed_experts=None
-        if routes is None
-        else RoutedExperts(start=cast(int, about["route_start"]), ids=cast("NDArray[np.uint8]", routes)),
-        top_logprobs=None
-        if top is None
-        else TopLogprobs(
-            ids=cast("NDArray[np.int32]", top), logprobs=cast("NDArray[np.float32]", columns[f"top_logprobs.{at}"])
-        ),
+        version_spans=tuple(VersionSpan(*span) for span in cast("list[Any]", about.get("version_spans", []))),
+        metadata=cast("dict[str, object]", about.get("metadata", {})),
+        **_extras(columns, at),
     )
 
 
+def _extras(columns: dict[str, NDArray[Any]], at: int) -> dict[str, Any]:
+    """Arrays that not every row has."""
+    found: dict[str, object] = {}
+    if (ids := columns.get(f"routed_experts.{at}")) is not None:
+        found["routed_experts"] = RoutedExperts(start=0, ids=ids)
+    if (ids := columns.get(f"indexer_topk.{at}")) is not None:
+        found["indexer_topk"] = IndexerTopk(start=0, ids=ids)
+    if (ids := columns.get(f"top_ids.{at}")) is not None:
+        found["top_logprobs"] = TopLogprobs(ids=ids, logprobs=columns[f"top_logprobs.{at}"])
+    if (ids := columns.get(f"mask_ids.{at}")) is not None:
+        starts, logprobs = columns[f"mask_starts.{at}"], columns[f"mask_logprobs.{at}"]
+        found["sampling_mask"] = SamplingMask(offsets=starts, ids=ids, logprobs=logprobs)
+    return found
+
+
+def _sampling(facts: object) -> Sampling:
+    known = cast("dict[str, object]", facts)
+    return Sampling(**{name: _tupled(value) for name, value in known.items()})  # type: ignore[arg-type]  # checked there
+
+
 def _tupled(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_tupled, value)) if isinstance(value, list) else value
 
 
 def _offsets(sizes: list[int]) -> NDArray[np.int64]:

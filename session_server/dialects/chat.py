@@ -1,7 +1,8 @@
-"""OpenAI Chat Completions: request bodies to ``TurnRequest``, outcomes to bodies and stream events.
+"""OpenAI Chat Completions.
 
-Unknown fields are ignored; a field whose meaning the engine cannot honour is refused by name. Pure
-functions; depends on orjson and the kernel.
+Unknown fields are ignored. A field that changes what is generated and that cannot be honoured is refused by
+name; hints that no open model's template takes (``reasoning_effort`` but for ``none``, ``verbosity``,
+``prediction``) change nothing. Stateless; depends on orjson and the kernel.
 """
 
 from __future__ import annotations
@@ -12,257 +13,307 @@ from typing import cast
 
 import orjson
 
-from tollway.errors import BadRequest
-from tollway.messages import ROLES, Message, Role, ToolCall, ToolSpec
-from tollway.session_server.dialects.fields import boolean, integer, number, refuse_set, string, strings
-from tollway.session_server.families.base import Family, RenderOptions
-from tollway.session_server.request import TurnDelta, TurnOutcome, TurnRequest
+from tollway.errors import BadRequest, TollwayError
+from tollway.messages import ROLES, Message, Role, ToolCall
+from tollway.session_server.dialects.base import Dialect, Json, ReplyNames, StreamWriter
+from tollway.session_server.dialects.events import DONE, data_event
+from tollway.session_server.dialects.fields import (
+    boolean,
+    integer,
+    json_text,
+    logit_bias,
+    mapping,
+    number,
+    output_schema,
+    refuse_set,
+    render_options,
+    string,
+    strings,
+    text_of,
+    top_k,
+)
+from tollway.session_server.dialects.logprobs import logprob_entries
+from tollway.session_server.dialects.tools import (
+    NO_NAMES,
+    ToolBook,
+    WireTool,
+    call_input,
+    custom_arguments,
+    named_choice,
+    simple_choice,
+)
+from tollway.session_server.families.base import Family
+from tollway.session_server.http import error_body
+from tollway.session_server.request import AUTO, ToolChoice, TurnDelta, TurnOutcome, Wish
 
-__all__ = ["ChatStream", "ChatWish", "parse_request", "render_reply"]
-
-Json = Mapping[str, object]
+__all__ = ["CHAT", "ChatDialect"]
 
 _REFUSED = (
+    "add_special_tokens",
+    "allowed_token_ids",
     "audio",
+    "bad_words",
+    "best_of",
+    "continue_final_message",
+    "custom_logit_processor",
+    "ebnf",
+    "echo",
     "function_call",
     "functions",
-    "logit_bias",
-    "frequency_penalty",
-    "presence_penalty",
-    "modalities",
-    "prediction",
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "length_penalty",
+    "lora_path",
+    "min_tokens",
+    "prompt_logprobs",
+    "regex",
+    "stop_token_ids",
+    "structural_tag",
+    "structured_outputs",
+    "truncate_prompt_tokens",
+    "use_beam_search",
     "web_search_options",
 )
-"""Fields that change what is generated and that no engine call of ours carries yet."""
+"""Fields of OpenAI, SGLang and vLLM that change what is generated and that no engine call of ours carries."""
+_TEXT = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
+_KEY = "chat"
 
 
 @dataclass(frozen=True, slots=True)
-class ChatWish:
-    """A parsed request and how its answer is to be written."""
-
-    turn: TurnRequest
-    model: str
-    logprobs: bool
-    top_logprobs: int
+class _Extras:
     include_usage: bool
+    names: Mapping[str, WireTool]
 
 
-def parse_request(body: bytes) -> ChatWish:
-    """Read one request body. Raises ``BadRequest`` naming the field."""
-    try:
-        raw = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise BadRequest(f"the body is a JSON {type(raw).__name__}, want an object")
-    refuse_set(raw, _REFUSED)
-    _check_constants(raw)
-    stream = boolean(raw, "stream") or False
-    stream_options = raw.get("stream_options")
-    include_usage = stream and isinstance(stream_options, dict) and stream_options.get("include_usage") is True
-    logprobs = boolean(raw, "logprobs") or False
-    top = integer(raw, "top_logprobs", 0, 20) or 0
-    if top and not logprobs:
-        raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    tools = _tools(raw.get("tools"))
-    turn = TurnRequest(
-        messages=_messages(raw.get("messages")),
-        tools=tools,
-        calls_allowed=_tool_choice(raw.get("tool_choice")),
-        stream=stream,
-        temperature=number(raw, "temperature", 0.0, 2.0),
-        top_p=number(raw, "top_p", 0.0, 1.0, above=True),
-        top_k=integer(raw, "top_k", -1, 2**31 - 1),
-        max_new_tokens=_limit(raw),
-        seed=integer(raw, "seed", -(2**63), 2**63 - 1),
-        stop=strings(raw, "stop", 32),
-        top_logprobs=top,
-        options=_options(raw),
-    )
-    return ChatWish(turn, string(raw, "model") or "", logprobs, top, include_usage)
+_PLAIN = _Extras(False, NO_NAMES)
 
 
-def render_reply(wish: ChatWish, outcome: TurnOutcome, family: Family, *, reply_id: str, created: int) -> bytes:
-    """The whole answer as JSON."""
-    message = outcome.message
-    body: dict[str, object] = {"role": "assistant", "content": message.content or None}
-    if message.reasoning is not None:
-        body["reasoning_content"] = message.reasoning
-    if message.tool_calls:
-        body["tool_calls"] = [_call_json(call) for call in message.tool_calls]
-    else:
-        body["content"] = message.content
-    choice = {
-        "index": 0,
-        "message": body,
-        "finish_reason": outcome.finish_reason,
-        "logprobs": _logprobs(wish, outcome, family),
-    }
-    return orjson.dumps(
-        {
-            "id": reply_id,
-            "object": "chat.completion",
-            "created": created,
-            "model": wish.model,
-            "choices": [choice],
-            "usage": _usage(outcome),
-        }
-    )
+class ChatDialect(Dialect):
+    """``POST /v1/chat/completions``."""
+
+    name = "chat"
+    list_field = "messages"
+    id_prefix = "chatcmpl-"
+    call_prefix = "call_"
+
+    def wish(self, raw: Json) -> Wish:
+        """See ``Dialect.wish``."""
+        refuse_set(raw, _REFUSED)
+        if raw.get("modalities") not in (None, [], ["text"]):
+            raise BadRequest("modalities other than text are not supported here; leave it out", param="modalities")
+        stream = boolean(raw, "stream") or False
+        logprobs = boolean(raw, "logprobs") or False
+        top = integer(raw, "top_logprobs", 0, 20) or 0
+        if top and not logprobs:
+            raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        book = _tools(raw.get("tools"))
+        usage = stream and mapping(raw, "stream_options").get("include_usage") is True
+        newer = integer(raw, "max_completion_tokens", 1, 2**31 - 1)
+        older = integer(raw, "max_tokens", 1, 2**31 - 1)
+        return Wish(
+            tools=tuple(book.specs),
+            tool_choice=_tool_choice(raw.get("tool_choice"), book),
+            parallel_tool_calls=boolean(raw, "parallel_tool_calls") is not False or not book.specs,
+            schema=output_schema(raw.get("response_format"), "response_format", "json_schema"),
+            stream=stream,
+            choices=integer(raw, "n", 1, 128) or 1,
+            temperature=number(raw, "temperature", 0.0, 2.0),
+            top_p=number(raw, "top_p", 0.0, 1.0, above=True),
+            top_k=top_k(raw),
+            min_p=number(raw, "min_p", 0.0, 1.0),
+            frequency_penalty=number(raw, "frequency_penalty", -2.0, 2.0),
+            presence_penalty=number(raw, "presence_penalty", -2.0, 2.0),
+            repetition_penalty=number(raw, "repetition_penalty", 0.0, 2.0, above=True),
+            logit_bias=logit_bias(raw),
+            max_new_tokens=newer if newer is not None else older,
+            seed=integer(raw, "seed", -(2**63), 2**63 - 1),
+            stop=strings(raw, "stop", 32),
+            logprobs=logprobs,
+            top_logprobs=top,
+            options=render_options(raw, raw.get("reasoning_effort")),
+            model=string(raw, "model") or "",
+            extras={_KEY: _Extras(usage, book.names)},
+        )
+
+    def messages(self, items: Sequence[object], *, first: int = 0) -> list[Message]:
+        """See ``Dialect.messages``: one message for each item."""
+        return [_message(item, f"messages[{at}]") for at, item in enumerate(items, first)]
+
+    def closed_after(self, item: object) -> bool:
+        """Every item is a message of its own."""
+        return True
+
+    def reply(self, wish: Wish, outcomes: Sequence[TurnOutcome], names: ReplyNames, family: Family) -> bytes:
+        """See ``Dialect.reply``."""
+        known = _extras(wish).names
+        return orjson.dumps(
+            {
+                "id": names.reply_id,
+                "object": "chat.completion",
+                "created": names.created,
+                "model": wish.model,
+                "choices": [
+                    {
+                        "index": at,
+                        "message": _reply_message(outcome.message, known),
+                        "finish_reason": outcome.finish_reason,
+                        "logprobs": _logprobs(wish, outcome, family),
+                    }
+                    for at, outcome in enumerate(outcomes)
+                ],
+                "usage": _usage(outcomes),
+            }
+        )
+
+    def stream(self, wish: Wish, names: ReplyNames, family: Family) -> StreamWriter:
+        """See ``Dialect.stream``."""
+        return _ChatStream(wish, names, family)
+
+    def error(self, error: TollwayError) -> bytes:
+        """See ``Dialect.error``."""
+        return error_body(error)
 
 
-class ChatStream:
-    """Writes one answer as server-sent events."""
+class _ChatStream(StreamWriter):
+    """Chunks, each with the index of its choice."""
 
-    def __init__(self, wish: ChatWish, family: Family, *, reply_id: str, created: int) -> None:
+    def __init__(self, wish: Wish, names: ReplyNames, family: Family) -> None:
         self._wish = wish
         self._family = family
-        self._head = {"id": reply_id, "object": "chat.completion.chunk", "created": created, "model": wish.model}
-        self._calls = 0
+        self._extras = _extras(wish)
+        self._head = {
+            "id": names.reply_id,
+            "object": "chat.completion.chunk",
+            "created": names.created,
+            "model": wish.model,
+        }
+        self._calls = [0] * wish.choices
+        opening = b"data: " + orjson.dumps(self._head)[:-1] + b',"choices":[{"index":'
+        self._openings = [opening + b'%d,"delta":{"' % at for at in range(wish.choices)]
 
     def start(self) -> bytes:
-        """First event: the role."""
-        return self._chunk({"role": "assistant", "content": ""})
+        """The role of every choice."""
+        opening = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(at, opening) for at in range(self._wish.choices))
 
     def delta(self, delta: TurnDelta) -> bytes:
-        """One piece of the reply."""
+        """One piece of one choice."""
+        at = delta.choice
         if delta.call is not None:
-            index, self._calls = self._calls, self._calls + 1
-            return self._chunk({"tool_calls": [{"index": index, **_call_json(delta.call)}]})
-        if delta.reasoning:
-            return self._chunk({"reasoning_content": delta.reasoning})
-        return self._chunk({"content": delta.content})
+            index, self._calls[at] = self._calls[at], self._calls[at] + 1
+            return self._chunk(at, {"tool_calls": [{"index": index, **_call_json(delta.call, self._extras.names)}]})
+        # Written by hand: this is the path of every token.
+        name, text = (b"reasoning_content", delta.reasoning) if delta.reasoning else (b"content", delta.content)
+        tail = b'},"finish_reason":null,"logprobs":null}]}\n\n'
+        return self._openings[at] + name + b'":' + orjson.dumps(text) + tail
 
-    def end(self, outcome: TurnOutcome) -> bytes:
-        """Everything after the last piece; sent only once the turn is committed."""
-        out = b""
-        if self._wish.logprobs:
-            out += self._chunk({}, logprobs=_logprobs(self._wish, outcome, self._family))
-        out += self._chunk({}, finish_reason=outcome.finish_reason)
-        if self._wish.include_usage:
-            out += _event({**self._head, "choices": [], "usage": _usage(outcome)})
-        return out + b"data: [DONE]\n\n"
+    def end(self, outcomes: Sequence[TurnOutcome]) -> bytes:
+        """Log-probabilities when asked, one finish reason for each choice, usage when asked, [DONE]."""
+        out = []
+        for at, outcome in enumerate(outcomes):
+            if self._wish.logprobs:
+                out.append(self._chunk(at, {}, logprobs=_logprobs(self._wish, outcome, self._family)))
+            out.append(self._chunk(at, {}, finish_reason=outcome.finish_reason))
+        if self._extras.include_usage:
+            out.append(data_event({**self._head, "choices": [], "usage": _usage(outcomes)}))
+        return b"".join(out) + DONE
 
-    def _chunk(self, delta: Json, *, finish_reason: str | None = None, logprobs: object = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return _event({**self._head, "choices": [choice]})
+    def error(self, error: TollwayError) -> bytes:
+        """An event that SDKs raise."""
+        return b"data: " + error_body(error) + b"\n\n"
+
+    def _chunk(self, at: int, delta: Json, *, finish_reason: str | None = None, logprobs: object = None) -> bytes:
+        choice = {"index": at, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
+        return data_event({**self._head, "choices": [choice]})
 
 
-def _event(value: Json) -> bytes:
-    return b"data: " + orjson.dumps(value) + b"\n\n"
+CHAT = ChatDialect()
+"""The one instance."""
+
+
+def _extras(wish: Wish) -> _Extras:
+    found = wish.extras.get(_KEY)
+    return found if isinstance(found, _Extras) else _PLAIN
 
 
 # -- requests ---------------------------------------------------------------------------------------
 
 
-def _check_constants(raw: Json) -> None:
-    if (n := raw.get("n")) not in (None, 1):
-        raise BadRequest(f"n is {n!r}; this server gives one choice per call, ask several times instead", param="n")
-    if raw.get("parallel_tool_calls") is False:
-        raise BadRequest("parallel_tool_calls false cannot be enforced here; leave it out", param="parallel_tool_calls")
-    form = raw.get("response_format")
-    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
-        raise BadRequest("response_format other than text is not supported here", param="response_format")
-
-
-def _limit(raw: Json) -> int | None:
-    newer = integer(raw, "max_completion_tokens", 1, 2**31 - 1)
-    older = integer(raw, "max_tokens", 1, 2**31 - 1)
-    return newer if newer is not None else older
-
-
-def _options(raw: Json) -> RenderOptions:
-    switches = raw.get("chat_template_kwargs")
-    if switches is None:
-        return RenderOptions()
-    if not isinstance(switches, dict):
-        raise BadRequest("chat_template_kwargs must be an object", param="chat_template_kwargs")
-    unknown = sorted(set(switches) - {"enable_thinking"})
-    if unknown:
-        raise BadRequest(f"chat_template_kwargs {unknown[0]!r} is not supported here", param="chat_template_kwargs")
-    return RenderOptions(thinking=boolean(switches, "enable_thinking"))
-
-
-def _tool_choice(choice: object) -> bool:
-    if choice in (None, "auto"):
-        return True
-    if choice == "none":
-        return False
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    raise BadRequest(f"tool_choice {kind!r} is not supported here; use auto or none", param="tool_choice")
-
-
-def _tools(raw: object) -> tuple[ToolSpec, ...]:
+def _tools(raw: object) -> ToolBook:
+    book = ToolBook()
     if raw is None:
-        return ()
+        return book
     if not isinstance(raw, list):
         raise BadRequest("tools must be a list", param="tools")
-    tools = []
     for at, item in enumerate(raw):
-        function = item.get("function") if isinstance(item, dict) and item.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise BadRequest(f"tools[{at}] must be a function with a name", param=f"tools[{at}]")
-        parameters = function.get("parameters")
-        if parameters is not None and not isinstance(parameters, dict):
-            raise BadRequest(f"tools[{at}].function.parameters must be a JSON schema object", param=f"tools[{at}]")
-        tools.append(
-            ToolSpec(
-                name=function["name"],
-                description=string(function, "description") or "",
-                parameters=_json_text(parameters or {}, f"tools[{at}]"),
-                strict=boolean(function, "strict"),
-            )
-        )
-    if len({tool.name for tool in tools}) != len(tools):
-        raise BadRequest("two tools have the same name", param="tools")
-    return tuple(tools)
+        kind = item.get("type") if isinstance(item, dict) else None
+        inner = item.get(kind) if isinstance(item, dict) and kind in ("function", "custom") else None
+        if not isinstance(inner, dict):
+            raise BadRequest(f"tools[{at}] must be a function (or custom tool) with a name", param=f"tools[{at}]")
+        if kind == "function":
+            book.function(inner, f"tools[{at}]")
+        else:
+            book.custom(inner, f"tools[{at}]")
+    return book
 
 
-def _messages(raw: object) -> tuple[Message, ...]:
-    if not isinstance(raw, list) or not raw:
-        raise BadRequest("messages must be a non-empty list", param="messages")
-    return tuple(_message(item, f"messages[{at}]") for at, item in enumerate(raw))
+def _tool_choice(choice: object, book: ToolBook) -> ToolChoice:
+    if choice is None:
+        return AUTO
+    if isinstance(choice, str) and (simple := simple_choice(choice)) is not None:
+        return simple
+    kind = choice.get("type") if isinstance(choice, dict) else choice
+    if isinstance(choice, dict) and kind in ("function", "custom"):
+        inner = choice.get(kind)
+        return named_choice(inner.get("name") if isinstance(inner, dict) else None, book.specs)
+    raise BadRequest(
+        f"tool_choice {str(kind)[:40]!r} is not supported here; use auto, none, required or one function",
+        param="tool_choice",
+    )
 
 
 def _message(raw: object, where: str) -> Message:
     if not isinstance(raw, dict):
         raise BadRequest(f"{where} must be an object", param=where)
     role = raw.get("role")
-    if role not in ROLES:
-        raise BadRequest(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}", param=where)
+    if not isinstance(role, str) or role not in ROLES:
+        raise BadRequest(f"{where}: unknown role {str(role)[:40]!r}; use one of {', '.join(ROLES)}", param=where)
     if raw.get("function_call") or raw.get("audio"):
         raise BadRequest(f"{where}: function_call and audio are not supported; use tool_calls", param=where)
+    content = text_of(raw.get("content"), f"{where}.content", _TEXT)
+    if role != "assistant":
+        if raw.get("tool_calls"):
+            raise BadRequest(f"{where}: a {role} message cannot make tool calls", param=where)
+        call_id = raw.get("tool_call_id") if role == "tool" else None
+        return Message(
+            role=cast(Role, role),
+            content=content,
+            tool_call_id=call_id if isinstance(call_id, str) else None,
+            name=_name(raw),
+        )
+    refusal = raw.get("refusal")
+    if not content and isinstance(refusal, str):
+        content = refusal
     reasoning = raw.get("reasoning_content")
     if reasoning is None:
         reasoning = raw.get("reasoning")
     calls = raw.get("tool_calls")
-    call_id = raw.get("tool_call_id")
-    name = raw.get("name")
     return Message(
-        role=cast(Role, role),
-        content=_content(raw.get("content"), where),
-        reasoning=reasoning if isinstance(reasoning, str) and reasoning and role == "assistant" else None,
+        role="assistant",
+        content=content,
+        reasoning=reasoning if isinstance(reasoning, str) and reasoning else None,
         tool_calls=_calls(calls, where) if calls else (),
-        tool_call_id=call_id if isinstance(call_id, str) and role == "tool" else None,
-        name=name if isinstance(name, str) and name else None,
+        name=_name(raw),
     )
 
 
-def _content(raw: object, where: str) -> str:
-    """Text of a message: a string, null, or a list of text parts."""
-    if raw is None:
-        return ""
-    if isinstance(raw, str):
-        return raw
-    if not isinstance(raw, list):
-        raise BadRequest(f"{where}.content must be text or a list of parts", param=where)
-    parts = []
-    for part in raw:
-        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-        if isinstance(part, dict) and kind in ("text", "refusal") and isinstance(part.get(kind), str):
-            parts.append(part[kind])
-            continue
-        raise BadRequest(f"{where}.content has a part of type {kind!r}; this model takes text only", param=where)
-    return "".join(parts)
+def _name(raw: Json) -> str | None:
+    name = raw.get("name")
+    return name if isinstance(name, str) and name else None
 
 
 def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
@@ -270,65 +321,58 @@ def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
         raise BadRequest(f"{where}.tool_calls must be a list", param=where)
     calls = []
     for item in raw:
-        function = item.get("function") if isinstance(item, dict) else None
+        custom = item.get("custom") if isinstance(item, dict) and item.get("type") == "custom" else None
+        function = custom if custom is not None else item.get("function") if isinstance(item, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"{where}.tool_calls has an entry without function name", param=where)
-        arguments = function.get("arguments")
+        if custom is not None:
+            arguments: object = custom_arguments(string(function, "input") or "")
+        else:
+            arguments = function.get("arguments")
         if arguments is None:
             arguments = ""
         elif not isinstance(arguments, str):
-            arguments = _json_text(arguments, where)
+            arguments = json_text(arguments, where)
         calls.append(ToolCall(str(item.get("id") or ""), function["name"], arguments))
     return tuple(calls)
-
-
-def _json_text(value: object, where: str) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except orjson.JSONEncodeError as error:
-        # Nested deeper than JSON writers go.
-        raise BadRequest(f"{where}: {error}", param=where) from None
 
 
 # -- replies ----------------------------------------------------------------------------------------
 
 
-def _call_json(call: ToolCall) -> dict[str, object]:
+def _reply_message(message: Message, names: Mapping[str, WireTool]) -> dict[str, object]:
+    body: dict[str, object] = {"role": "assistant", "content": message.content}
+    if message.reasoning is not None:
+        body["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        body["content"] = message.content or None
+        body["tool_calls"] = [_call_json(call, names) for call in message.tool_calls]
+    return body
+
+
+def _call_json(call: ToolCall, names: Mapping[str, WireTool]) -> dict[str, object]:
+    wire = names.get(call.name)
+    if wire is not None and wire.kind == "custom":
+        return {"id": call.id, "type": "custom", "custom": {"name": wire.name, "input": call_input(call)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _usage(outcome: TurnOutcome) -> dict[str, object]:
-    record = outcome.record
-    prompt, completion = record.prompt_tokens, int(record.sampled_ids.size)
+def _usage(outcomes: Sequence[TurnOutcome]) -> dict[str, object]:
+    """The prompt counts once; unknown is not zero, and of several choices the first one filled the cache."""
+    prompt = outcomes[0].record.prompt_tokens
+    completion = sum(int(outcome.record.sampled_ids.size) for outcome in outcomes)
     usage: dict[str, object] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
     }
-    if record.cached_tokens is not None:  # unknown is not zero
-        usage["prompt_tokens_details"] = {"cached_tokens": record.cached_tokens}
+    known = [record.cached_tokens for record in (o.record for o in outcomes) if record.cached_tokens is not None]
+    if known:
+        usage["prompt_tokens_details"] = {"cached_tokens": min(known)}
     return usage
 
 
-def _logprobs(wish: ChatWish, outcome: TurnOutcome, family: Family) -> object:
+def _logprobs(wish: Wish, outcome: TurnOutcome, family: Family) -> object:
     if not wish.logprobs:
         return None
-    record = outcome.record
-    top = record.top_logprobs
-    entries = []
-    ids: list[int] = record.sampled_ids.tolist()
-    values: list[float] = record.logprobs.tolist()
-    for at, (token, value) in enumerate(zip(ids, values, strict=True)):
-        entry = _token(family, token, value)
-        alternatives: Sequence[tuple[int, float]] = ()
-        if top is not None and wish.top_logprobs:
-            row = zip(top.ids[at].tolist(), top.logprobs[at].tolist(), strict=True)
-            alternatives = [pair for pair in row if pair[0] >= 0][: wish.top_logprobs]
-        entry["top_logprobs"] = [_token(family, *pair) for pair in alternatives]
-        entries.append(entry)
-    return {"content": entries, "refusal": None}
-
-
-def _token(family: Family, token: int, value: float) -> dict[str, object]:
-    data = family.token_bytes(token)
-    return {"token": data.decode("utf-8", "replace"), "logprob": value, "bytes": list(data)}
+    return {"content": logprob_entries(outcome.record, wish.top_logprobs, family), "refusal": None}

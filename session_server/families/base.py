@@ -13,12 +13,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tollway.messages import Message, ToolSpec
 from tollway.records import FinishReason, Ids
+
+if TYPE_CHECKING:
+    from tollway.session_server.request import ToolChoice
 
 __all__ = [
     "DEFAULT_OPTIONS",
@@ -103,6 +107,10 @@ class Family(ABC):
     vocab_size: int
     stop_ids: tuple[int, ...]
     """Ids that end a reply; the engine is told to stop at them."""
+    call_end_ids: tuple[int, ...] = ()
+    """Ids that close one tool call: stop ids as well when a reply may hold one call at most. Empty: unknown."""
+    needs_history: bool = False
+    """Whether ``extend`` must be given the whole conversation; otherwise its cost is that of what is new."""
 
     @abstractmethod
     def render_prompt(
@@ -117,11 +125,14 @@ class Family(ABC):
         messages: Sequence[Message],
         tools: Sequence[ToolSpec],
         options: RenderOptions = DEFAULT_OPTIONS,
+        *,
+        history: Sequence[Message] = (),
     ) -> Ids | None:
         """[added] ids that follow the tail: the close that it may lack, new messages, the next opening.
 
         ``None`` when the family cannot append these messages without changing earlier ids; the caller
-        then starts a branch.
+        then starts a branch. ``history``: every message before the new ones, the last reply included, for
+        families with ``needs_history``; others ignore it.
         """
 
     @abstractmethod
@@ -142,6 +153,23 @@ class Family(ABC):
     def token_bytes(self, token: int) -> bytes:
         """Bytes that one id stands for, for log-probability listings."""
 
+    def tool_constraint(
+        self, tools: Sequence[ToolSpec], choice: ToolChoice, *, parallel: bool, prompt_end: Ids | None = None
+    ) -> dict[str, object] | None:
+        """Sampling parameters of the engine that make the reply call a tool, for ``required`` and ``named``.
+
+        ``parallel``: whether several calls may follow each other. ``prompt_end``: last ids of the prompt;
+        thinking that it opens may be finished first. ``None``: this family cannot force a call.
+        """
+        return None
+
+    def content_constraint(self, schema: str, *, prompt_end: Ids | None = None) -> dict[str, object]:
+        """Sampling parameters of the engine that make the content follow a JSON schema (its text).
+
+        ``prompt_end``: as in ``tool_constraint``.
+        """
+        return {"json_schema": schema}
+
     def render_training(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> tuple[Ids, NDArray[np.uint8]]:
         """[n] ids of a finished conversation and [n] a mask of the ids that the model would have sampled.
 
@@ -154,23 +182,29 @@ class StreamLedger:
     """What a stream has let out so far; turns verdicts into deltas and never takes anything back."""
 
     def __init__(self) -> None:
-        self._content = ""
-        self._reasoning = ""
-        self._calls = 0
+        self.content = ""
+        self.reasoning = ""
+        self.calls = 0
 
     def advance(self, reply: ParsedReply) -> list[StreamDelta]:
         """Deltas from what was sent to ``reply``; parts of it that contradict the past are left out."""
         out: list[StreamDelta] = []
         reasoning = reply.reasoning or ""
-        if len(reasoning) > len(self._reasoning) and reasoning.startswith(self._reasoning):
-            out.append(StreamDelta(reasoning=reasoning[len(self._reasoning) :]))
-            self._reasoning = reasoning
-        if len(reply.content) > len(self._content) and reply.content.startswith(self._content):
-            out.append(StreamDelta(content=reply.content[len(self._content) :]))
-            self._content = reply.content
-        out += [StreamDelta(call=call) for call in reply.calls[self._calls :]]
-        self._calls = max(self._calls, len(reply.calls))
+        if len(reasoning) > len(self.reasoning) and reasoning.startswith(self.reasoning):
+            out += self.grow(reasoning[len(self.reasoning) :], reasoning=True)
+        if len(reply.content) > len(self.content) and reply.content.startswith(self.content):
+            out += self.grow(reply.content[len(self.content) :])
+        out += [StreamDelta(call=call) for call in reply.calls[self.calls :]]
+        self.calls = max(self.calls, len(reply.calls))
         return out
+
+    def grow(self, text: str, *, reasoning: bool = False) -> list[StreamDelta]:
+        """The delta of text that certainly continues what was sent."""
+        if reasoning:
+            self.reasoning += text
+            return [StreamDelta(reasoning=text)]
+        self.content += text
+        return [StreamDelta(content=text)]
 
 
 def cut_at_stop(text: str, stop: str | None) -> str:

@@ -84,6 +84,8 @@ class CompactFamily(Family):
         messages: Sequence[Message],
         tools: Sequence[ToolSpec],
         options: RenderOptions = DEFAULT_OPTIONS,
+        *,
+        history: Sequence[Message] = (),
     ) -> Ids | None:
         """See ``Family``; always possible here."""
         out: list[int] = []

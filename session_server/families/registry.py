@@ -38,6 +38,6 @@ def load_family(name: str, *, tokenizer: Path | None = None, thinking: bool = Tr
         return CompactFamily()
     if ":" in name or name in _THIRD_PARTY.names():
         return _THIRD_PARTY.open(name, tokenizer)
-    from tollway.session_server.families.renderers_family import load_renderers_family
+    from tollway.session_server.families.catalogue import load_renderers_family
 
     return load_renderers_family(name, tokenizer=tokenizer, thinking=thinking)

@@ -2,7 +2,7 @@
 
 Owns the translation both ways: guarded messages in, checked verdicts out. An extension is taken only when
 it provably leaves every earlier id alone; anything the library cannot append is a branch. The library is
-imported on first use, it takes seconds. Depends on ``renderers`` and ``tokens``.
+imported on first use, it takes seconds. Depends on ``renderers``, ``foreign``, ``formats`` and ``stream``.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import json
 import logging
 import typing
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
-from tollway.errors import BadRequest, ConfigError
+from tollway.errors import BadRequest
 from tollway.messages import Message, ToolSpec
 from tollway.records import Ids
 from tollway.session_server.families.base import (
@@ -25,27 +24,48 @@ from tollway.session_server.families.base import (
     ParsedReply,
     PathTail,
     RenderOptions,
-    StreamDelta,
-    StreamLedger,
     StreamParser,
     cut_at_stop,
-    stable_text,
 )
-from tollway.session_server.tokens import ControlTokenizer, load_tokenizer
+from tollway.session_server.families.foreign import ForeignText, merge_leading_system, plain_tools
+from tollway.session_server.families.formats import TOOL_FORMATS, Opening, ToolFormat, force_call, force_content
+from tollway.session_server.families.stream import Channel, Markers, PartialReader, PartialReply, ReplyStream
+from tollway.session_server.tokens import ControlTokenizer
 
-__all__ = ["RenderersFamily", "load_renderers_family"]
+if typing.TYPE_CHECKING:
+    from tollway.session_server.request import ToolChoice
+
+__all__ = ["Renderer", "RenderersFamily", "ReplyReader"]
 
 logger = logging.getLogger(__name__)
-_TEXT_MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+_TEXT_MARKERS = (
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    *("<｜DSML｜toolcalls>", "<｜DSML｜tool>", "<｜DSML｜invoke", "</｜DSML｜invoke>"),
+)
 """Markers that some vocabularies spell with ordinary ids."""
+_THINK = {"hy3": ("<think:opensource>", "</think:opensource>"), "gemma4": ("<|channel>", "<channel|>")}
+"""Thinking of families whose calls have no known grammar."""
+_HEADERS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "inkling": (
+        "<|message_model|>",
+        ("<|content_text|>", "<|content_thinking|>", "<|content_invoke_tool_json|>", "<|content_invoke_tool_text|>"),
+    ),
+    "gpt-oss": ("<|start|>", ("<|message|>",)),
+}
+"""What opens and what closes the header of a part of a reply."""
+_REOPENS = {"gemma4": "<|channel>", "inkling": "<|content_thinking|>"}
+"""What may begin thinking again behind an answer, where the parser then forgets the answer."""
+_DSML_RESULTS = "</tool_result>\n\n<tool_result>"
+"""What DeepSeek-V4's template writes between two tool results."""
 
 
-class _Renderer(typing.Protocol):
+class Renderer(typing.Protocol):
     """What we use of a renderer of the library."""
 
     def render_ids(
         self, messages: list[dict[str, object]], *, tools: list[dict[str, object]] | None, add_generation_prompt: bool
-    ) -> list[int]: ...
+    ) -> list[int]:
+        """Ids of a whole conversation."""
 
     def bridge_to_next_turn(
         self,
@@ -54,36 +74,64 @@ class _Renderer(typing.Protocol):
         new_messages: list[dict[str, object]],
         *,
         tools: list[dict[str, object]] | None,
-    ) -> typing.Any: ...  # a RenderedTokens, which the library does not type for us
+    ) -> typing.Any:  # a RenderedTokens, which the library does not type for us
+        """Earlier ids and those of the new messages, or ``None``."""
 
     def parse_response(
         self, token_ids: list[int], *, tools: list[dict[str, object]] | None, prompt_ids: list[int] | None
-    ) -> typing.Any: ...  # a ParsedResponse
+    ) -> typing.Any:  # a ParsedResponse
+        """Content, reasoning and every attempt at a call."""
 
-    def get_stop_token_ids(self) -> list[int]: ...
+    def get_stop_token_ids(self) -> list[int]:
+        """Ids that end a reply."""
 
 
 class RenderersFamily(Family):
     """One renderer, with and without thinking, over one tokenizer."""
 
     def __init__(
-        self, name: str, tokenizer: ControlTokenizer, renderers: Mapping[bool, _Renderer], *, thinking: bool
+        self,
+        name: str,
+        tokenizer: ControlTokenizer,
+        renderers: Mapping[bool, Renderer],
+        *,
+        thinking: bool,
+        guarded: bool = True,
     ) -> None:
+        """``guarded``: foreign text reaches the tokenizer through us; else the renderer keeps it apart itself."""
         self.name = name
         self.vocab_size = tokenizer.vocab_size
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
+        self.tool_format = TOOL_FORMATS.get(name)
+        self.switch = len(renderers) == 2
         self._renderers = renderers
         self._thinking = thinking if thinking in renderers else next(iter(renderers))
+        self._foreign = ForeignText(tokenizer.guard if guarded else str)
         self.stop_ids = tuple(self._renderers[self._thinking].get_stop_token_ids())
-        self.markers = tuple(dict.fromkeys((*tokenizer.control, *_TEXT_MARKERS)))
+        call_end = tokenizer.control.get(self.tool_format.call_end) if self.tool_format is not None else None
+        self.call_end_ids = () if call_end is None else (call_end,)
+        self.markers = Markers((*tokenizer.control, *_TEXT_MARKERS))
+        self.think = self.tool_format.think if self.tool_format is not None else _THINK.get(name)
+        # Gemma's parser takes an open thought back in some replies: it shows once it is closed.
+        self.late_thinking = name == "gemma4"
+        opens, closes = _HEADERS.get(name, ("", ()))
+        self.header = (tokenizer.control.get(opens, -1), frozenset(tokenizer.control.get(text, -1) for text in closes))
+        self.probe = tokenizer.encode("x")
+        self._strings = {number: text for text, number in tokenizer.control.items()}
+        self._single_system = not self._keeps(["system", "system", "user"])
+        self._late_system = self._keeps(["user", "assistant", "system", "user"])
 
     def render_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: RenderOptions = DEFAULT_OPTIONS
     ) -> Ids:
         """See ``Family``."""
+        if self._single_system:
+            messages = merge_leading_system(messages)
+        self._check_system(messages[1:])
+        renderer = self._renderer(options)
         try:
-            ids = self._renderer(options).render_ids(
-                self._messages(messages), tools=self._tools(tools), add_generation_prompt=True
+            ids = renderer.render_ids(
+                self._foreign.messages(messages), tools=self._foreign.tools(tools), add_generation_prompt=True
             )
         except Exception as error:
             # Templates refuse what they cannot render with all kinds of errors.
@@ -96,21 +144,44 @@ class RenderersFamily(Family):
         messages: Sequence[Message],
         tools: Sequence[ToolSpec],
         options: RenderOptions = DEFAULT_OPTIONS,
+        *,
+        history: Sequence[Message] = (),
     ) -> Ids | None:
         """See ``Family``. The template's last ids decide, so the cost is that of the new messages."""
+        self._check_system(messages)
+        renderer = self._renderer(options)
         prompt, sampled = tail.prompt_end.tolist(), tail.sampled.tolist()
-        before = [*prompt, *sampled]
+        closing = self._section_close(sampled)
         try:
-            bridge = self._renderer(options).bridge_to_next_turn(
-                prompt, sampled, self._messages(messages), tools=self._tools(tools)
-            )
+            dicts = self._foreign.messages(messages)
+            if self.name == "deepseek-v4":
+                dicts = _one_result(dicts)
+            added = self._bridge(renderer, prompt, [*sampled, *closing], dicts, tools)
+            if added is None and sampled and sampled[-1] in self.stop_ids:
+                # The reply ended inside its thinking: behind a sampled end nothing can be closed any more.
+                think_end = self.tokenizer.control.get("</think>")
+                if think_end is not None:
+                    added = self._bridge(renderer, prompt, [*sampled[:-1], think_end, sampled[-1]], dicts, tools)
         except Exception as error:
             # As in render_prompt; a whole render will say whether the messages are to blame.
             logger.info("%s cannot extend: %s", self.name, error)
             return None
+        return None if added is None else np.array([*closing, *added], np.int32)
+
+    def _bridge(
+        self,
+        renderer: Renderer,
+        prompt: list[int],
+        sampled: list[int],
+        dicts: list[dict[str, object]],
+        tools: Sequence[ToolSpec],
+    ) -> list[int] | None:
+        before = [*prompt, *sampled]
+        bridge = renderer.bridge_to_next_turn(prompt, sampled, dicts, tools=self._foreign.tools(tools))
         if bridge is None or list(bridge.token_ids[: len(before)]) != before:
             return None
-        return np.array(bridge.token_ids[len(before) :], np.int32)
+        added: list[int] = bridge.token_ids[len(before) :]
+        return added
 
     def parse(
         self, sampled: Ids, tools: Sequence[ToolSpec], *, prompt_end: Ids, stop: str | None = None
@@ -120,183 +191,231 @@ class RenderersFamily(Family):
         Calls count one by one: a malformed one, or one to a tool that was not offered, stays in the
         content as the text that the model wrote.
         """
-        reply = self._verdict(sampled.tolist(), tools, prompt_end, final=True)
+        reply = ReplyReader(self, tools, prompt_end).whole(sampled.tolist())
         return ParsedReply(cut_at_stop(reply.content, stop), reply.reasoning, reply.calls)
 
     def stream(self, tools: Sequence[ToolSpec], *, prompt_end: Ids, stop: Sequence[str] = ()) -> StreamParser:
         """See ``Family``."""
-        return _RenderersStream(self, tuple(tools), prompt_end, tuple(stop))
+        return ReplyStream(ReplyReader(self, tools, prompt_end), tuple(stop))
 
     def token_bytes(self, token: int) -> bytes:
         """See ``Family``."""
-        return self._tokenizer.token_bytes(token)
+        return self.tokenizer.token_bytes(token)
 
-    def _verdict(self, ids: list[int], tools: Sequence[ToolSpec], prompt_end: Ids, *, final: bool) -> ParsedReply:
-        """Parse of a whole reply, or of its beginning: then an open call is left out."""
-        end = next((at for at, token in enumerate(ids) if token in self.stop_ids), len(ids))
-        ids = ids[:end]
-        try:
-            parsed = self._renderers[self._thinking].parse_response(
-                ids, tools=self._tools(tools), prompt_ids=prompt_end.tolist()
-            )
-        except Exception as error:
-            # What a model writes must not break a turn: it becomes text.
-            logger.warning("%s cannot parse a reply of %d ids: %s", self.name, len(ids), error)
-            return ParsedReply(content=self._tokenizer.decode(ids).strip() if final else "")
-        names = {tool.name for tool in tools}
-        calls: list[ParsedCall] = []
-        content = str(parsed.content)
-        for attempt in parsed.tool_calls:
-            if not final and str(attempt.status) == "unclosed_block":
-                break
-            if str(attempt.status) == "ok" and attempt.name in names and isinstance(attempt.arguments, (dict, str)):
-                calls.append(ParsedCall(attempt.name, _arguments(attempt.arguments)))
-                continue
-            span = attempt.token_span
-            raw = self._tokenizer.decode(ids[span[0] : span[1]]) if span is not None else attempt.raw
-            content += raw
-        reasoning = parsed.reasoning_content
-        return ParsedReply(content, reasoning.strip() or None if reasoning else None, tuple(calls))
+    def tool_constraint(
+        self, tools: Sequence[ToolSpec], choice: ToolChoice, *, parallel: bool, prompt_end: Ids | None = None
+    ) -> dict[str, object] | None:
+        """See ``Family``."""
+        if self.tool_format is None:
+            return None
+        opening = self._opening(self.tool_format, prompt_end)
+        return force_call(self.tool_format, tools, choice, parallel=parallel, opening=opening)
 
-    def _renderer(self, options: RenderOptions) -> _Renderer:
+    def content_constraint(self, schema: str, *, prompt_end: Ids | None = None) -> dict[str, object]:
+        """See ``Family``."""
+        form = self.tool_format
+        opening: Opening = "closed" if form is None else self._opening(form, prompt_end)
+        return force_content(form, schema, opening=opening)
+
+    def opened(self, prompt_end: list[int]) -> bool:
+        """Whether a prompt ends inside thinking."""
+        return self.think is not None and self.tokenizer.decode(prompt_end[-8:]).rstrip().endswith(self.think[0])
+
+    def controls_in(self, ids: list[int]) -> list[str]:
+        """Strings of the control ids among ``ids``."""
+        return [self._strings[token] for token in self.tokenizer.control_ids.intersection(ids)]
+
+    def _opening(self, form: ToolFormat, prompt_end: Ids | None) -> Opening:
+        if form.think is None or prompt_end is None:
+            return "free"
+        end = prompt_end[-8:].tolist()
+        if self.opened(end):
+            return "open"
+        return "closed" if self.tokenizer.decode(end).rstrip().endswith(form.think[1]) else "free"
+
+    def _section_close(self, sampled: list[int]) -> list[int]:
+        """What closes the section of calls when generation was stopped at the end of its first call."""
+        if not sampled or self.tool_format is None or sampled[-1] not in self.call_end_ids:
+            return []
+        return self.tokenizer.encode(self.tool_format.after) if self.tool_format.after.strip() else []
+
+    def _renderer(self, options: RenderOptions) -> Renderer:
         wanted = self._thinking if options.thinking is None else options.thinking
         if wanted not in self._renderers:
             raise BadRequest(f"{self.name} has no thinking switch", param="chat_template_kwargs")
         return self._renderers[wanted]
 
-    def _messages(self, messages: Sequence[Message]) -> list[dict[str, object]]:
-        return [self._message(message) for message in messages]
+    def _check_system(self, later: Sequence[Message]) -> None:
+        """Templates that drop or refuse a system message behind the first one must not lose it silently."""
+        if self._late_system:
+            return
+        for message in later:
+            if message.role in ("system", "developer"):
+                raise BadRequest(
+                    f"{self.name} takes {message.role} messages at the beginning of a conversation only; "
+                    "send this one as a user message",
+                    param="messages",
+                )
 
-    def _message(self, message: Message) -> dict[str, object]:
-        guard = self._tokenizer.guard
-        # Templates know no developer role; its text must not be lost.
-        role = "system" if message.role == "developer" else message.role
-        out: dict[str, object] = {"role": role, "content": guard(message.content)}
-        if message.reasoning is not None:
-            out["reasoning_content"] = guard(message.reasoning)
-        if message.tool_calls:
-            out["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": guard(call.name), "arguments": guard(call.arguments)},
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id is not None:
-            out["tool_call_id"] = message.tool_call_id
-        if message.name is not None:
-            out["name"] = guard(message.name)
-        return out
-
-    def _tools(self, tools: Sequence[ToolSpec]) -> list[dict[str, object]] | None:
-        if not tools:
-            return None
-        out = []
-        for tool in tools:
-            function: dict[str, object] = {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": json.loads(tool.parameters),
-            }
-            if tool.strict is not None:
-                function["strict"] = tool.strict
-            guarded = self._guard_all({"type": "function", "function": function})
-            out.append(typing.cast("dict[str, object]", guarded))
-        return out
-
-    def _guard_all(self, value: object) -> object:
-        if isinstance(value, str):
-            return self._tokenizer.guard(value)
-        if isinstance(value, dict):
-            return {self._tokenizer.guard(str(key)): self._guard_all(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return [self._guard_all(inner) for inner in value]
-        return value
+    def _keeps(self, roles: Sequence[str]) -> bool:
+        """Whether the template shows every message of such a conversation, with tools and without."""
+        texts = [f"probe{at}" for at in range(len(roles))]
+        probe: list[dict[str, object]] = [
+            {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
+        ]
+        renderer = self._renderers[self._thinking]
+        for tools in (None, self._foreign.tools([ToolSpec(name="probe")])):
+            try:
+                shown = self.tokenizer.decode(renderer.render_ids(probe, tools=tools, add_generation_prompt=True))
+            except Exception:  # as in render_prompt
+                return False
+            if not all(text in shown for text in texts):
+                return False
+        return True
 
 
-class _RenderersStream(StreamParser):
-    """Re-parses what has arrived, at growing distances, and lets out what is stable."""
+class ReplyReader(PartialReader):
+    """Reads the replies to one prompt through the library."""
 
-    def __init__(
-        self, family: RenderersFamily, tools: tuple[ToolSpec, ...], prompt_end: Ids, stops: tuple[str, ...]
-    ) -> None:
+    def __init__(self, family: RenderersFamily, tools: Sequence[ToolSpec], prompt_end: Ids) -> None:
         self._family = family
-        self._tools = tools
-        self._prompt_end = prompt_end
-        self._stops = stops
-        self._ids: list[int] = []
-        self._next = 1
-        self._ledger = StreamLedger()
+        self._renderer = family._renderers[family._thinking]
+        self._tools = plain_tools(tools)
+        self._names = {tool.name for tool in tools}
+        self._prompt_end: list[int] = prompt_end.tolist()
+        self.markers = family.markers
+        self.control_ids = family.tokenizer.control_ids
+        self.ends = frozenset(family.stop_ids)
+        self.probe = family.probe
 
-    def feed(self, ids: Sequence[int]) -> list[StreamDelta]:
-        """See ``StreamParser``."""
-        self._ids += ids
-        if len(self._ids) < self._next:
-            return []
-        # The distance grows with the reply, so that all parses together stay linear in it.
-        self._next = len(self._ids) + max(1, len(self._ids) // 16)
-        reply = self._family._verdict(self._ids, self._tools, self._prompt_end, final=False)
-        content = stable_text(self._settled(reply.content), self._stops).rstrip()
-        reasoning = self._settled(reply.reasoning or "")
-        if content or reply.calls:
-            return self._ledger.advance(ParsedReply(content, reply.reasoning, reply.calls))
-        return self._ledger.advance(ParsedReply(reasoning=reasoning))
+    def text(self, ids: list[int]) -> bytes:
+        """See ``PartialReader``."""
+        return b"".join(map(self._family.tokenizer.token_bytes, ids))
 
-    def finish(self, reply: ParsedReply) -> list[StreamDelta]:
-        """See ``StreamParser``."""
-        return self._ledger.advance(reply)
+    def waits(self, content: str) -> bool:
+        """See ``PartialReader``: bare JSON may be a call."""
+        form = self._family.tool_format
+        return form is not None and form.single and bool(self._names) and content.lstrip()[:1] in ("", "{", "<")
 
-    def _settled(self, text: str) -> str:
-        """Without unfinished characters, white space at the end, and the beginning of a marker."""
-        text = text.rstrip("\ufffd").rstrip()
-        for marker in self._family.markers:
-            for size in range(min(len(marker) - 1, len(text)), 0, -1):
-                if text.endswith(marker[:size]):
-                    return text[:-size].rstrip()
-        return text
+    def whole(self, ids: list[int]) -> ParsedReply:
+        """The verdict on a finished reply: an attempt that is no call is the text that the model wrote."""
+        ids = self._before_end(ids)
+        parsed = self._parse(ids)
+        if parsed is None:
+            return ParsedReply(self._family.tokenizer.decode(ids).strip())
+        calls: list[ParsedCall] = []
+        content = str(parsed.content).strip()
+        for attempt in parsed.tool_calls:
+            if (call := self._call(attempt)) is not None:
+                calls.append(call)
+                continue
+            span = attempt.token_span
+            content += self._family.tokenizer.decode(ids[span[0] : span[1]]) if span is not None else attempt.raw
+        return ParsedReply(content, _stripped(parsed.reasoning_content), tuple(calls))
 
+    def read(self, ids: list[int]) -> PartialReply:
+        """See ``PartialReader``. Left out is what the library takes back when more arrives."""
+        whole = self._before_end(ids)
+        ids = self._before_header(whole)
+        parsed = self._parse(ids)
+        if parsed is None:
+            return PartialReply(ParsedReply(), "unknown")
+        said = str(parsed.content).strip(), (parsed.reasoning_content or "").strip()
+        present = self._family.controls_in(ids)
+        content, reasoning = (_before_any(text, present) for text in said)
+        channel: Channel = "unknown"
+        if (content, reasoning) == said and len(ids) == len(whole):
+            channel = _channel(parsed)
+        if parsed.reasoning_complete is False and self._family.late_thinking:
+            return PartialReply(ParsedReply(), "unknown")
+        if parsed.tool_calls and self._may_still_think(ids, parsed.reasoning_content):
+            return PartialReply(ParsedReply(reasoning=_stripped(reasoning)), "unknown")
+        calls = tuple(call for attempt in parsed.tool_calls if (call := self._call(attempt)) is not None)
+        return PartialReply(ParsedReply(content, _stripped(reasoning), calls), channel)
 
-def load_renderers_family(name: str, *, tokenizer: Path | None, thinking: bool) -> RenderersFamily:
-    """Build family ``name`` of the library. Raises ``ConfigError``."""
-    if tokenizer is None:
-        raise ConfigError(f"model family {name!r} needs server.tokenizer: a tokenizer.json or a model directory")
-    return renderers_family(name, load_tokenizer(tokenizer), thinking=thinking)
-
-
-def renderers_family(name: str, tokenizer: ControlTokenizer, *, thinking: bool = True) -> RenderersFamily:
-    """Family ``name`` of the library over a given tokenizer. Raises ``ConfigError``."""
-    try:
-        from renderers.base import create_renderer
-        from renderers.configs import RendererConfig
-    except ImportError as error:
-        raise ConfigError(f"model family {name!r} needs `pip install tollway[renderers]`") from error
-    kinds = {kind.model_fields["name"].default: kind for kind in _variants(RendererConfig)}
-    kind = kinds.get(name)
-    if kind is None:
-        known = ", ".join(sorted(str(each) for each in kinds))
-        raise ConfigError(f"unknown model family {name!r}; known: compact-bytes, {known}")
-    switch = "enable_thinking" in kind.model_fields
-    built: dict[bool, _Renderer] = {}
-    for wanted in (True, False) if switch else (thinking,):
-        fields: dict[str, object] = {"thinking_retention": "all"}
-        if switch:
-            fields["enable_thinking"] = wanted
+    def _parse(self, ids: list[int]) -> typing.Any:
+        family = self._family
+        if family.name == "llama-3":
+            # Its parser drops whatever stands before a header that a model may write itself.
+            ids = [token for token in ids if token != family.tokenizer.control.get("<|end_header_id|>")]
         try:
-            built[wanted] = create_renderer(tokenizer, kind(**fields))
+            parsed = self._renderer.parse_response(ids, tools=self._tools, prompt_ids=self._prompt_end)
+            reopens = family.tokenizer.control.get(_REOPENS.get(family.name, ""))
+            at = len(ids)
+            while parsed.reasoning_complete is False and reopens in ids[:at]:
+                at -= 1 + ids[:at][::-1].index(reopens)
+                earlier = self._renderer.parse_response(ids[:at], tools=self._tools, prompt_ids=self._prompt_end)
+                if earlier.reasoning_complete and (earlier.content or earlier.tool_calls):
+                    earlier.reasoning_content, earlier.reasoning_complete = parsed.reasoning_content, False
+                    return earlier
+            return parsed
         except Exception as error:
-            # The library asserts and raises freely on vocabularies that are not its model's.
-            raise ConfigError(f"family {name!r} does not fit tokenizer {tokenizer.name_or_path}: {error}") from error
-    return RenderersFamily(name, tokenizer, built, thinking=thinking)
+            # What a model writes must not break a turn: it becomes text.
+            logger.warning("%s cannot parse a reply of %d ids: %s", self._family.name, len(ids), error)
+            return None
+
+    def _call(self, attempt: typing.Any) -> ParsedCall | None:
+        """The call that an attempt is, if it is well-formed and names a tool that was offered."""
+        if str(attempt.status) != "ok" or attempt.name not in self._names:
+            return None
+        arguments = attempt.arguments
+        if isinstance(arguments, dict):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return ParsedCall(attempt.name, arguments) if isinstance(arguments, str) else None
+
+    def _before_end(self, ids: list[int]) -> list[int]:
+        if self.ends.isdisjoint(ids):
+            return ids
+        return ids[: next(at for at, token in enumerate(ids) if token in self.ends)]
+
+    def _before_header(self, ids: list[int]) -> list[int]:
+        """Without a header that is not finished: its text would pass for content."""
+        opens, closes = self._family.header
+        for at in range(len(ids) - 1, -1, -1) if closes else ():
+            if ids[at] in closes:
+                return ids
+            if ids[at] == opens:
+                return ids[:at]
+        return [] if closes and self._prompt_end[-1:] == [opens] else ids
+
+    def _may_still_think(self, ids: list[int], reasoning: str | None) -> bool:
+        """Whether thinking that a call seems to have ended may be closed explicitly: then there was no call."""
+        family, think = self._family, self._family.think
+        if think is None:
+            return False
+        begin, end = (family.tokenizer.control.get(text) for text in think)
+        text = "" if begin is not None and end is not None else family.tokenizer.decode(ids)
+        if end in ids or (end is None and think[1] in text):
+            return False
+        return reasoning is not None or begin in ids or think[0] in text or family.opened(self._prompt_end)
 
 
-def _variants(annotation: object) -> list[typing.Any]:
-    """Members of a (possibly annotated) union of the library's config classes."""
-    args = typing.get_args(annotation)
-    if not args:
-        return [annotation] if hasattr(annotation, "model_fields") else []
-    return [each for arg in args for each in _variants(arg)]
+def _one_result(messages: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Neighbouring tool results as one, joined as the template joins them.
+
+    DeepSeek-V4's renderer refuses to append several at once, since the reference sorts them by the call they
+    answer; here they stand in the order of the request.
+    """
+    out: list[dict[str, object]] = []
+    for message in messages:
+        if out and message["role"] == "tool" and out[-1]["role"] == "tool":
+            out[-1] = {**out[-1], "content": f"{out[-1]['content']}{_DSML_RESULTS}{message['content']}"}
+        else:
+            out.append(message)
+    return out
 
 
-def _arguments(arguments: dict[str, object] | str) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+def _channel(parsed: typing.Any) -> Channel:
+    if parsed.tool_calls:
+        return "call" if str(parsed.tool_calls[-1].status) == "unclosed_block" else "unknown"
+    return "unknown" if parsed.reasoning_complete is None else "content" if parsed.reasoning_complete else "reasoning"
+
+
+def _stripped(text: str | None) -> str | None:
+    return (text or "").strip() or None
+
+
+def _before_any(text: str, strings: Sequence[str]) -> str:
+    """``text`` up to the first of ``strings``: control ids that show in text are not understood yet."""
+    at = min((at for at in map(text.find, strings) if at >= 0), default=len(text))
+    return text if at == len(text) else text[:at].rstrip()

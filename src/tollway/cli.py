@@ -92,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--engine", action="append", default=[], metavar="URL", help="an engine (may repeat)")
     serve.add_argument("--host", help="address to listen on (default: server.host)")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one (default: server.port)")
+    serve.add_argument("--workers", type=int, metavar="N", help="server processes (default: server.workers)")
 
     engine = _command(commands, "engine", _engine, "run the embedded CPU engine, SGLang's HTTP surface")
     engine.add_argument("--model-path", metavar="DIR", help="Hugging Face model directory (default: engine.model_path)")
@@ -158,11 +159,14 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from tollway.router.supervisor import die_with_parent
+    from tollway.session_server.crew import component
     from tollway.session_server.server import run
 
     die_with_parent()
-    settings = _settings(arguments, server__host=arguments.host, server__port=arguments.port)
-    telemetry.configure(settings.run.log_level, component="serve")
+    settings = _settings(
+        arguments, server__host=arguments.host, server__port=arguments.port, server__workers=arguments.workers
+    )
+    telemetry.configure(settings.run.log_level, component=component())
     if not os.environ.get(ADMIN_KEY_VARIABLE):
         raise ConfigError(f"set {ADMIN_KEY_VARIABLE}: whoever opens sessions needs the admin key")
     run(settings.server, settings.router, admin_key=admin_key(), engine_urls=arguments.engine)

@@ -56,7 +56,8 @@ def diagnose(settings: Settings) -> list[Finding]:
         _cores(),
         _memory(),
         _disk(settings.run_dir),
-        _port(settings.server.host, settings.server.port),
+        *([_workers(settings.server.workers)] if settings.server.workers > 1 else []),
+        _ports(settings.server.host, settings.server.port, settings.server.workers),
     ]
 
 
@@ -114,14 +115,28 @@ def _disk(run_dir: Path) -> Finding:
     return Finding("free disk", ok, f"{free_gb:.1f} GiB at {existing}" + ("" if ok else ": set run.dir elsewhere"))
 
 
-def _port(host: str, port: int) -> Finding:
+def _workers(workers: int) -> Finding:
+    cores = len(os.sched_getaffinity(0))
+    enough = f"{workers} on {cores} cores"
+    return Finding(
+        "server workers",
+        workers <= cores,
+        enough if workers <= cores else f"{enough}: more than {cores} take turns; set server.workers",
+        needed=False,
+    )
+
+
+def _ports(host: str, port: int, workers: int) -> Finding:
     if port == 0:
         return Finding("server port", True, "a free one is taken at start", needed=False)
-    with socket.socket() as probe_socket:
-        probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    last = port if workers == 1 else port + workers
+    for each in range(port, last + 1):
         try:
-            probe_socket.bind((host, port))
-        except OSError as error:
-            detail = f"{host}:{port}: {error.strerror}; set server.port, or 0 for a free one"
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe_socket:
+                probe_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe_socket.bind((host, each))
+        except (OSError, OverflowError) as error:
+            detail = f"{host}:{each}: {getattr(error, 'strerror', error)}; set server.port, or 0 for a free one"
             return Finding("server port", False, detail, needed=False)
-    return Finding("server port", True, f"{host}:{port} is free", needed=False)
+    shown = f"{host}:{port}" if workers == 1 else f"{host}:{port} to {last}"
+    return Finding("server port", True, f"{shown} {'is' if workers == 1 else 'are'} free", needed=False)

@@ -30,11 +30,13 @@ __all__ = [
     "SandboxError",
     "SandboxGone",
     "SandboxUnavailable",
+    "ServerStopping",
     "TollwayError",
     "TrainerLost",
     "Unauthorized",
     "UpstreamError",
     "VersionNotReady",
+    "WorkerDown",
 ]
 
 
@@ -154,6 +156,22 @@ class NoEngine(TollwayError):
     """No engine can take the call now."""
 
     code, status, retryable = "no_engine", 503, True
+
+
+class ServerStopping(TollwayError):
+    """The server ended the call because it is going down; nothing of it was recorded."""
+
+    code, status, retryable = "server_stopping", 503, True
+
+
+class WorkerDown(TollwayError):
+    """The server process that owns the session is starting again; its journal keeps every session."""
+
+    code, status, retryable = "worker_down", 503, True
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 # -- records and storage ----------------------------------------------------------------------------

@@ -7,8 +7,9 @@ Depends on numpy and ``errors`` only.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +20,12 @@ __all__ = [
     "FinishReason",
     "Group",
     "Ids",
+    "IndexerTopk",
     "PolicyVersion",
     "Rollout",
     "RoutedExperts",
     "Sampling",
+    "SamplingMask",
     "TokenSpan",
     "TopLogprobs",
     "Trajectory",
@@ -71,6 +74,10 @@ class VersionSpan:
     version: PolicyVersion
     start: int
     end: int
+    kind: str = ""
+    """Engine that sampled: "sglang", "embedded", ...; empty when not recorded."""
+    precision: str = ""
+    """Number format of its weights: "bfloat16", "fp8", ...; empty when not recorded."""
 
     def __post_init__(self) -> None:
         if self.version < 0 or not 0 <= self.start <= self.end:
@@ -90,6 +97,15 @@ class Sampling:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float | None = None
+    """This and the next three: ``None`` leaves the engine's default, which changes no distribution."""
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit)."""
+    constraint: tuple[tuple[str, str], ...] = ()
+    """Grammar of the output as the engine takes it, such as ``(("json_schema", "{...}"),)``."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf") or not 0.0 < self.top_p <= 1.0:
@@ -109,6 +125,72 @@ class RoutedExperts:
         if self.ids.ndim != 3 or self.ids.dtype not in (np.uint8, np.uint16) or self.start < 0:
             raise InvalidRecord(f"routes of shape {self.ids.shape} and type {self.ids.dtype} from {self.start}")
         _freeze(self.ids)
+
+    @classmethod
+    def joined(cls, parts: Sequence[RoutedExperts]) -> RoutedExperts:
+        """Consecutive parts as one. Raises ``InvalidRecord`` when one does not start where the last ended."""
+        _check_rows("routed experts", [(part.start, part.ids.shape[0]) for part in parts])
+        return cls(start=parts[0].start, ids=_joined([part.ids for part in parts]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexerTopk:
+    """Which earlier positions a sparse-attention indexer chose, for replay in training."""
+
+    start: int
+    """Position of row 0 in the whole token sequence."""
+    ids: NDArray[np.int16] | NDArray[np.int32]
+    """[rows, indexer layers, top_k] as the engine sent them; -1 where it had fewer to choose from."""
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 3 or self.ids.dtype not in (np.int16, np.int32) or self.start < 0:
+            raise InvalidRecord(f"indexer rows of shape {self.ids.shape} and type {self.ids.dtype} from {self.start}")
+        _freeze(self.ids)
+
+    @classmethod
+    def joined(cls, parts: Sequence[IndexerTopk]) -> IndexerTopk:
+        """Consecutive parts as one. Raises ``InvalidRecord`` when one does not start where the last ended."""
+        _check_rows("indexer rows", [(part.start, part.ids.shape[0]) for part in parts])
+        return cls(start=parts[0].start, ids=_joined([part.ids for part in parts]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingMask:
+    """Which ids could have been drawn at each sampled position: what top_k, top_p and min_p left."""
+
+    offsets: NDArray[np.int32]
+    """[rows + 1] row ``r`` is ``ids[offsets[r]:offsets[r + 1]]`` and never empty."""
+    ids: NDArray[np.uint16] | NDArray[np.int32]
+    """[offsets[-1]]"""
+    logprobs: NDArray[np.float32]
+    """[rows] nats of the sampled id among the ids of its row, which the policy's own logprob is not."""
+
+    def __post_init__(self) -> None:
+        offsets = self.offsets
+        if self.ids.ndim != 1 or self.ids.dtype not in (np.uint16, np.int32) or offsets.dtype != np.int32:
+            raise InvalidRecord(f"sampling mask of {self.ids.dtype} {self.ids.shape}, offsets of {offsets.dtype}")
+        if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or (np.diff(offsets) < 1).any():
+            raise InvalidRecord("a sampling mask has a row without ids")
+        if offsets[-1] != self.ids.size:
+            raise InvalidRecord(f"sampling mask of {self.ids.size} ids, its rows end at {int(offsets[-1])}")
+        if self.logprobs.shape != (self.rows,) or not np.isfinite(self.logprobs).all():
+            raise InvalidRecord(f"{self.logprobs.size} finite mask logprobs wanted for {self.rows} rows")
+        _freeze(self.offsets, self.ids, self.logprobs)
+
+    @property
+    def rows(self) -> int:
+        """Number of sampled positions."""
+        return int(self.offsets.size) - 1
+
+    @classmethod
+    def joined(cls, parts: Sequence[SamplingMask]) -> SamplingMask:
+        """The rows of all parts, in order."""
+        sizes = np.concatenate([np.zeros(1, np.int32), *(np.diff(part.offsets) for part in parts)])
+        return cls(
+            offsets=np.cumsum(sizes, dtype=np.int32),
+            ids=_joined([part.ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +235,10 @@ class TurnRecord:
     """Stop id or string that ended generation."""
     routed_experts: RoutedExperts | None = None
     top_logprobs: TopLogprobs | None = None
+    """[sampled, k]"""
+    sampling_mask: SamplingMask | None = None
+    """[sampled] rows."""
+    indexer_topk: IndexerTopk | None = None
 
     def __post_init__(self) -> None:
         sampled = self.sampled_ids.size
@@ -166,6 +252,8 @@ class TurnRecord:
         _check_versions(self.versions, sampled)
         if self.top_logprobs is not None and self.top_logprobs.ids.shape[0] != sampled:
             raise InvalidRecord(f"{self.top_logprobs.ids.shape[0]} top rows for {sampled} sampled ids")
+        if self.sampling_mask is not None and self.sampling_mask.rows != sampled:
+            raise InvalidRecord(f"sampling mask of {self.sampling_mask.rows} rows for {sampled} sampled ids")
         if self.prompt_tokens < self.suffix_ids.size:
             raise InvalidRecord(f"prompt of {self.prompt_tokens} is shorter than its suffix")
         _freeze(self.suffix_ids, self.sampled_ids, self.logprobs)
@@ -209,6 +297,28 @@ class Trajectory:
     """[tokens - 1, layers, top_k] from position 0."""
     top_logprobs: TopLogprobs | None = None
     """[masked tokens, k]"""
+    sampling_mask: SamplingMask | None = None
+    """[masked tokens] rows."""
+    indexer_topk: IndexerTopk | None = None
+    """[tokens - 1, indexer layers, top_k] from position 0."""
+    version_spans: tuple[VersionSpan, ...] = ()
+    """Of every sampled id on the path, masked or not, in positions of ``token_ids``."""
+    prompt_tokens: tuple[int, ...] = ()
+    """Parallel to ``turn_spans``, or empty: not recorded."""
+    turn_times: tuple[tuple[float, float], ...] = ()
+    """Unix seconds around each engine call; parallel to ``turn_spans``, or empty: not recorded."""
+    turn_sampling: tuple[Sampling, ...] = ()
+    """Parallel to ``turn_spans``, or empty: every call sampled with ``sampling``."""
+    truncated: bool = False
+    """The last reply was cut by a limit before the model ended it."""
+    side_request: bool = False
+    """A call beside the task, such as a title request."""
+    untrainable_reason: str = ""
+    """Why ``trainable`` is false: "superseded", "side_request", ..."""
+    task_id: str = ""
+    group_id: str = ""
+    metadata: Mapping[str, object] = field(default_factory=dict)
+    """What the session's creator said of it, as JSON values. Tollway reads none of it."""
 
     def __post_init__(self) -> None:
         shape = self.token_ids.shape
@@ -225,13 +335,24 @@ class Trajectory:
         if (self.weight_version[on] < 0).any() or (self.weight_version[~on] != -1).any():
             raise InvalidRecord("weight_version must be known exactly where the mask is 1")
         turns = len(self.turn_spans)
-        if not len(self.finish_reasons) == len(self.engine_ids) == len(self.cached_tokens) == turns:
+        if not len(self.finish_reasons) == len(self.engine_ids) == len(self.cached_tokens) == turns or not all(
+            len(each) in (0, turns) for each in (self.prompt_tokens, self.turn_times, self.turn_sampling)
+        ):
             raise InvalidRecord(f"per-turn fields do not all have {turns} entries")
-        if self.routed_experts is not None and self.routed_experts.ids.shape[0] != shape[0] - 1:
-            raise InvalidRecord(f"{self.routed_experts.ids.shape[0]} route rows for {shape[0]} tokens")
-        if self.top_logprobs is not None and self.top_logprobs.ids.shape[0] != int(on.sum()):
-            raise InvalidRecord(f"{self.top_logprobs.ids.shape[0]} top rows for {int(on.sum())} masked tokens")
+        _check_spans(self.version_spans, self.turn_spans)
+        self._check_extras(shape[0], int(on.sum()))
         _freeze(self.token_ids, self.loss_mask, self.logprobs, self.weight_version)
+
+    def _check_extras(self, tokens: int, masked: int) -> None:
+        for what, rows in (("route", self.routed_experts), ("indexer", self.indexer_topk)):
+            if rows is not None and rows.ids.shape[0] != tokens - 1:
+                raise InvalidRecord(f"{rows.ids.shape[0]} {what} rows for {tokens} tokens")
+            if rows is not None and rows.start:
+                raise InvalidRecord(f"{what} rows of a whole sequence start at {rows.start}, want 0")
+        if self.top_logprobs is not None and self.top_logprobs.ids.shape[0] != masked:
+            raise InvalidRecord(f"{self.top_logprobs.ids.shape[0]} top rows for {masked} masked tokens")
+        if self.sampling_mask is not None and self.sampling_mask.rows != masked:
+            raise InvalidRecord(f"{self.sampling_mask.rows} rows of sampling mask for {masked} masked tokens")
 
     @property
     def trained_tokens(self) -> int:
@@ -284,6 +405,37 @@ class Group:
 def _freeze(*arrays: np.ndarray) -> None:
     for array in arrays:
         array.setflags(write=False)
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """The parts as one array, as wide as the widest; a single part is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _check_rows(what: str, parts: Sequence[tuple[int, int]]) -> None:
+    """Raise unless each (start, rows) begins where the one before it ended."""
+    if not parts:
+        raise InvalidRecord(f"no {what} to join")
+    at = parts[0][0]
+    for start, rows in parts:
+        if start != at:
+            raise InvalidRecord(f"{what} leave a gap: rows up to {at}, next start at {start}")
+        at += rows
+
+
+def _check_spans(versions: tuple[VersionSpan, ...], turns: tuple[TokenSpan, ...]) -> None:
+    """Raise unless ``versions`` are none or cover exactly the sampled ranges, in order."""
+    if not versions:
+        return
+    at, covered = 0, 0
+    for turn in turns:
+        covered = turn.start
+        while at < len(versions) and versions[at].start == covered and versions[at].end <= turn.end:
+            covered, at = versions[at].end, at + 1
+        if covered != turn.end:
+            raise InvalidRecord(f"version spans cover [{turn.start}, {covered}) of call [{turn.start}, {turn.end})")
+    if at != len(versions):
+        raise InvalidRecord(f"version span {versions[at]} lies outside every call")
 
 
 def _check_versions(spans: tuple[VersionSpan, ...], sampled: int) -> None:

@@ -40,11 +40,14 @@ def listen(host: str, port: int, *, key: str) -> socket.socket:
     return listener
 
 
-def announce(listener: socket.socket) -> None:
-    """Write the ready line. Call it when requests are accepted, and write nothing else to stdout."""
+def announce(listener: socket.socket, **more: object) -> None:
+    """Write the ready line. Call it when requests are accepted, and write nothing else to stdout.
+
+    ``more`` are further fields of the line.
+    """
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    line = {"event": "ready", "url": f"http://{shown}:{port}", "pid": os.getpid()}
+    line = {"event": "ready", "url": f"http://{shown}:{port}", "pid": os.getpid(), **more}
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

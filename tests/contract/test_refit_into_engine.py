@@ -17,6 +17,7 @@ import pytest
 from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.records import Sampling
 from tollway.router.engines import EngineClient, GenerateCall, GenerateReply
+from tollway.router.wire import Prompt
 from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.batch import Batch, Row
@@ -63,7 +64,7 @@ def calls(count: int, *, tokens: int, seed: int) -> list[GenerateCall]:
     return [
         GenerateCall(
             rid=f"{seed}-{index}",
-            input_ids=draw.integers(0, 64, 12 + index).astype(np.int32),
+            prompt=Prompt.of(draw.integers(0, 64, 12 + index).astype(np.int32)),
             sampling=sampling,
             routing_key=f"{index}",
             stream=tokens > 100,
@@ -88,12 +89,12 @@ def rows_at(version: int, sent: list[GenerateCall], replies: list[GenerateReply]
         mask = np.zeros(reply.output_ids.size, dtype=np.uint8)
         for span in reply.versions:
             mask[span.start : span.end] = span.version == version
-        prompt = call.input_ids.size
+        prompt = call.prompt.size
         mask = np.concatenate([np.zeros(prompt, np.uint8), mask])
         known = np.concatenate([np.zeros(prompt, np.float32), reply.logprobs])
         rows.append(
             Row(
-                token_ids=np.concatenate([call.input_ids, reply.output_ids]).astype(np.int32),
+                token_ids=np.concatenate([call.prompt.ids(), reply.output_ids]).astype(np.int32),
                 loss_mask=mask,
                 weights=mask / max(1, int(mask.sum())),
                 advantages=mask * 1.0,

@@ -23,7 +23,7 @@ from tollway.router.fake import FakeEngine, FakeReply, FakeRequest
 from tollway.session_server.app import create_app
 from tollway.session_server.columns import unpack_rows
 from tollway.session_server.config import ServerConfig
-from tollway.session_server.families.renderers_family import renderers_family
+from tollway.session_server.families.catalogue import renderers_family
 from tollway.session_server.tokens import ControlTokenizer
 
 ADMIN = "admin-key"

@@ -77,6 +77,11 @@ def test_different_seeds_and_steps_draw_differently():
         ({"top_k": 2**64 - 1}, "top_k"),
         ({"max_new_tokens": None, "min_new_tokens": 2**64 - 1}, "min_new_tokens"),
         ({"n": 0}, "n"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"json_schema": "{}"}, "no grammar backend"),
+        ({"structural_tag": "{}"}, "structural_tag.*no grammar backend"),
+        ({"ebnf": "root ::= 1"}, "no grammar backend"),
     ],
 )
 def test_wrong_parameters_are_refused_by_name(raw, named):

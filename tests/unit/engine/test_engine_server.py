@@ -217,6 +217,33 @@ def test_a_stream_carries_the_same_reply_cumulatively(http):
     assert last["meta_info"]["finish_reason"] == whole["meta_info"]["finish_reason"]
 
 
+def test_the_server_names_its_program_and_its_number_format(http):
+    info = http.get("/server_info").json()
+    assert (info["engine"], info["dtype"]) == ("embedded", "float32")
+
+
+def test_the_smallest_repetition_penalty_still_draws_finite_tokens(http):
+    sampling = {"max_new_tokens": 6, "repetition_penalty": 1e-6, "ignore_eos": True}
+    body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
+    entries = http.post("/generate", json=body).json()["meta_info"]["output_token_logprobs"]
+    assert len(entries) == 6
+    assert all(value is not None and value <= 0 for value, _, _ in entries)
+
+
+@pytest.mark.parametrize("name", ["return_sampling_mask", "return_indexer_topk"])
+def test_records_that_this_engine_cannot_make_are_refused_by_name(http, name):
+    answer = http.post("/generate", json={"input_ids": [1], "sampling_params": {"max_new_tokens": 1}, name: True})
+    assert answer.status_code == 400
+    assert name in answer.text
+
+
+def test_flat_arrays_are_refused_in_a_stream_as_on_a_stock_server(http):
+    body = {"input_ids": [1], "stream": True, "return_logprob": True, "top_logprobs_num": 2}
+    answer = http.post("/generate", json={**body, "return_flat_raw_output_top_logprobs": True})
+    assert answer.status_code == 400
+    assert "stream" in answer.text
+
+
 def test_several_samples_and_batches_come_back_as_lists(http):
     several = generate(http, sampling={"n": 3, "sampling_seed": 1}).json()
     assert len({tuple(one["output_ids"]) for one in several}) == 3

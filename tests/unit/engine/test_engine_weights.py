@@ -111,6 +111,17 @@ def test_sharded_checkpoints_load_through_their_index(models, tmp_path):
         load_decoder(tmp_path)
 
 
+@pytest.mark.parametrize("name", [7, None, ["a"], "x" * 300, "\0", "../" * 2000])
+def test_an_index_that_names_no_file_is_refused(models, driver, tmp_path, name):
+    shutil.copy(models["dense"] / "config.json", tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    engine, updates = driver(), WeightUpdates(models["dense"])
+    with pytest.raises(BadRequest, match="weights in use are unchanged"):
+        engine.do(lambda g: updates.load_disk(g, tmp_path, flush=True, version="2"))
+    with pytest.raises(BadRequest, match="weights in use are unchanged"):
+        engine.do(lambda g: updates.load_disk(g, tmp_path / ("x" * 5000), flush=True, version="2"))
+
+
 @pytest.mark.parametrize(
     "change",
     [

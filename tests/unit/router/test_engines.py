@@ -11,9 +11,12 @@ from tollway.errors import ContextLengthExceeded
 from tollway.records import Sampling
 from tollway.router.engines import EngineClient, GenerateCall
 from tollway.router.fake import FakeEngine, FakeReply
+from tollway.router.wire import Prompt
 from tollway.session_server.http import error_body
 
-CALL = GenerateCall(rid="r", input_ids=np.array([1, 2], np.int32), sampling=Sampling(max_new_tokens=1), routing_key="k")
+CALL = GenerateCall(
+    rid="r", prompt=Prompt.of(np.array([1, 2], np.int32)), sampling=Sampling(max_new_tokens=1), routing_key="k"
+)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from tollway.router.engines import EngineClient, GenerateCall, GenerateDelta, Ti
 from tollway.router.fake import FakeEngine, FakeReply
 from tollway.router.health import EngineHealth, EngineState
 from tollway.router.service import Lineage, Routed, Router
+from tollway.router.wire import Prompt
 
 QUICK = RouterConfig(
     probe_interval_s=0.05,
@@ -41,7 +42,7 @@ QUICK = RouterConfig(
 
 def call(key: str = "s", ids: list[int] | None = None, rid: str = "r", **more: object) -> GenerateCall:
     prompt = np.array(ids or [1, 2, 3], np.int32)
-    return GenerateCall(rid=rid, input_ids=prompt, sampling=Sampling(max_new_tokens=8), routing_key=key, **more)  # type: ignore[arg-type]
+    return GenerateCall(rid=rid, prompt=Prompt.of(prompt), sampling=Sampling(max_new_tokens=8), routing_key=key, **more)  # type: ignore[arg-type]
 
 
 @contextlib.asynccontextmanager
@@ -337,6 +338,23 @@ async def test_cancels_at_every_phase_leave_every_counter_at_zero(stream: bool) 
             router.release_session(f"s{number}")
         load = router.table.load("e0")
         assert (load.resident_tokens, load.sessions) == (0, 0)
+
+
+async def test_records_name_the_program_and_the_number_format_that_sampled() -> None:
+    async with FakeEngine(route_shape=(3, 2), indexer_shape=(2, 4)) as engine, Router(QUICK) as router:
+        engine.precision = "bfloat16"
+        router.add_engine(engine.url)
+        await router.wait_ready(5)
+        wanted = call(return_routed_experts=True, return_indexer_topk=True)
+        routed = await router.generate("s", wanted, lineage=Lineage())
+        (span,) = routed.reply.versions
+        assert (span.version, span.kind, span.precision) == (0, "fake", "bfloat16")
+        assert routed.reply.routed_experts is not None
+        assert routed.reply.routed_experts.ids.shape == (5, 3, 2)
+        assert routed.reply.indexer_topk is not None
+        assert routed.reply.indexer_topk.ids.shape == (5, 2, 4)
+        (row,) = router.engines()
+        assert (row["kind"], row["release"], row["precision"]) == ("fake", "fake", "bfloat16")
 
 
 async def test_abandoning_a_stream_aborts_it() -> None:

@@ -9,7 +9,8 @@ import pytest
 import vocabularies
 
 from tollway.session_server.fake import FakeServer
-from tollway.session_server.families.renderers_family import RenderersFamily, renderers_family
+from tollway.session_server.families.catalogue import renderers_family
+from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.tokens import ControlTokenizer
 
 

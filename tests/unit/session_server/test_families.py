@@ -18,7 +18,8 @@ from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.session_server.families.base import Family, ParsedReply, PathTail, RenderOptions
 from tollway.session_server.families.compact import ASSISTANT, BOS, CALL, END, SEP, TOOLS, USER, CompactFamily
 from tollway.session_server.families.registry import load_family
-from tollway.session_server.families.renderers_family import RenderersFamily, renderers_family
+from tollway.session_server.families.catalogue import renderers_family
+from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.tokens import GUARD, ControlTokenizer, load_tokenizer
 
 COMPACT = CompactFamily()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tollway.messages import Message, ToolCall, ToolSpec
-from tollway.records import Sampling, TurnRecord, VersionSpan
+from tollway.records import Sampling, Trajectory, TurnRecord, VersionSpan
+from tollway.router.wire import Prompt, ids_json
 from tollway.session_server.columns import pack_rows, unpack_rows
-from tollway.session_server.export import ExportFacts, export_rows
-from tollway.session_server.forest import Attachment, Forest, Node, common_prefix, path_ids
+from tollway.session_server.export import ExportFacts, ExportPolicy, export_rows
+from tollway.session_server.forest import Attachment, Forest, Node, common_prefix, path_prompt
 from tollway.session_server.matching import canonical_arguments, message_key, tools_digest
+from tollway.session_server.rows import TURN_COLUMNS, KeptTurn, TurnInsert, turn_from_row, turn_insert
 
-EMPTY = np.zeros(0, np.int32)
+TOOL = ToolSpec(name="run")
 
 
 def record(suffix: list[int], sampled: list[int]) -> TurnRecord:
@@ -29,47 +33,69 @@ def user(text: str) -> Message:
     return Message(role="user", content=text)
 
 
+def attach(forest: Forest, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> Attachment:
+    return forest.attach(forest.advance(forest.start((), tools), messages))
+
+
 def grow(forest: Forest, attachment: Attachment, reply: Message, suffix: list[int], sampled: list[int]) -> Node:
-    end, bare = forest.end_digests(attachment.request_digest, reply)
+    place = attachment.place
+    end, bare = forest.end_digests(place.at, reply)
     node = Node(
-        number=len(forest), parent=attachment.parent, record=record(suffix, sampled), reason=attachment.reason,
-        request_digest=attachment.request_digest, end_digest=end, bare_digest=bare,
-        root_digest=attachment.root_digest, tools=attachment.tools,
+        number=len(forest), parent=attachment.parent, reason=attachment.reason, finish_reason="stop",
+        chunk=ids_json(np.array([*suffix, *sampled], np.int32)), suffix_size=len(suffix), sampled_size=len(sampled),
+        request_digest=place.at, end_digest=end, bare_digest=bare, root_digest=place.root, lead_digest=place.lead,
+        tools=place.tools, engine_id="e", versions=(), cached_tokens=None,
         length=(attachment.parent.length if attachment.parent else 0) + len(suffix) + len(sampled),
     )  # fmt: skip
     forest.add(node)
     return node
 
 
+def rows_of(forest: Forest, policy: ExportPolicy | None = None) -> tuple[Trajectory, ...]:
+    """The export of a forest by way of its journal rows."""
+    turns = [kept(node) for node in forest.nodes.values()]
+    return export_rows(turns, ExportFacts("s"), policy)
+
+
+def kept(node: Node) -> KeptTurn:
+    """What comes back from the journal row of a node."""
+    suffix, sampled = node.own_ids()
+    insert = TurnInsert(messages=b"[]", boot="b")
+    (sql, values), _ = turn_insert("s", node, record(suffix.tolist(), sampled.tolist()), insert)
+    names = sql[sql.index("(") + 1 : sql.index(")")].split(", ")
+    row = dict(zip(names, values, strict=True)) | {"superseded": int(node.superseded)}
+    return turn_from_row(tuple(row[name] for name in TURN_COLUMNS.split(", ")))
+
+
 def test_an_undelivered_answer_is_superseded_by_the_next_and_stays_visible() -> None:
     forest = Forest()
     said = Message(role="assistant", content="a")
-    first = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    first = grow(forest, attach(forest, [user("q")]), said, [1], [2])
     first.delivered = False
-    again = forest.attach([user("q")], ())
+    again = attach(forest, [user("q")])
     assert (again.reason, again.supersedes) == ("retry", first)
     second = grow(forest, again, Message(role="assistant", content="b"), [1], [3])
     first.superseded = True
-    third = forest.attach([user("q")], ())
+    third = attach(forest, [user("q")])
     assert (third.reason, third.supersedes) == ("sibling", None)
-    rows = export_rows(list(forest.leaves()), ExportFacts("s"))
+    rows = rows_of(forest)
     assert [(row.leaf, row.trainable) for row in rows] == [(first.number, False), (second.number, True)]
 
 
 def test_a_superseded_leaf_does_not_take_a_shared_prefix_from_training() -> None:
     forest = Forest()
     said = Message(role="assistant", content="a")
-    grow(forest, forest.attach([user("q")], ()), said, [1], [2])
+    grow(forest, attach(forest, [user("q")]), said, [1], [2])
     for sampled in ([4], [5]):
         grow(
             forest,
-            forest.attach([user("q"), said, user("r")], ()),
+            attach(forest, [user("q"), said, user("r")]),
             Message(role="assistant", content=str(sampled)),
             [3],
             sampled,
         )
     forest.nodes[1].superseded = True
-    rows = {row.leaf: row for row in export_rows(list(forest.leaves()), ExportFacts("s"))}
+    rows = {row.leaf: row for row in rows_of(forest)}
     assert rows[1].loss_mask.tolist() == [0, 0, 0, 1]
     assert rows[2].loss_mask.tolist() == [0, 1, 0, 1]
 
@@ -77,40 +103,64 @@ def test_a_superseded_leaf_does_not_take_a_shared_prefix_from_training() -> None
 def test_identical_replies_continue_the_one_without_children() -> None:
     forest = Forest()
     said = Message(role="assistant", content="same")
-    first = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
-    second = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
-    one = forest.attach([user("q"), said, user("r")], ())
+    first = grow(forest, attach(forest, [user("q")]), said, [1], [2])
+    second = grow(forest, attach(forest, [user("q")]), said, [1], [2])
+    one = attach(forest, [user("q"), said, user("r")])
     assert one.parent is second
     grow(forest, one, said, [3], [4])
-    assert forest.attach([user("q"), said, user("s")], ()).parent is first
+    assert attach(forest, [user("q"), said, user("s")]).parent is first
 
 
 def test_a_request_that_ends_in_our_reply_continues_it() -> None:
     forest = Forest()
     said = Message(role="assistant", content="a")
-    node = grow(forest, forest.attach([user("q")], ()), said, [1], [2])
-    again = forest.attach([user("q"), said], ())
-    assert (again.parent, list(again.new_messages)) == (node, [])
+    node = grow(forest, attach(forest, [user("q")]), said, [1], [2])
+    again = attach(forest, [user("q"), said])
+    assert (again.parent, again.used) == (node, 2)
+
+
+def test_a_root_without_tools_beside_one_with_tools_is_a_side_request() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="a title")
+    title = grow(forest, attach(forest, [user("name this")]), said, [1], [2])
+    assert [row.side_request for row in rows_of(forest)] == [False]
+    main = grow(forest, attach(forest, [user("do this")], [TOOL]), said, [3], [4])
+    marked = {row.leaf: row for row in rows_of(forest)}
+    assert (marked[title.number].side_request, marked[title.number].trainable) == (True, False)
+    assert (marked[title.number].untrainable_reason, marked[main.number].trainable) == ("side_request", True)
+    assert [row.trainable for row in rows_of(forest, ExportPolicy(side_requests="train"))] == [True, True]
+    assert [row.leaf for row in rows_of(forest, ExportPolicy(side_requests="drop"))] == [main.number]
+
+
+def test_the_main_branch_is_the_one_continued_last() -> None:
+    forest = Forest()
+    said = Message(role="assistant", content="a")
+    grow(forest, attach(forest, [user("q")], [TOOL]), said, [1], [2])
+    grow(forest, attach(forest, [user("q"), said, user("r")], [TOOL]), Message(role="assistant"), [3], [4])
+    last = grow(forest, attach(forest, [user("q"), said, user("s")], [TOOL]), Message(role="assistant"), [5], [6])
+    (row,) = rows_of(forest, ExportPolicy(branches="main"))
+    assert (row.leaf, row.token_ids.tolist(), row.loss_mask.tolist()) == (last.number, [1, 2, 5, 6], [0, 1, 0, 1])
 
 
 def test_paths_are_the_sums_of_their_nodes() -> None:
     forest = Forest()
     said = Message(role="assistant", content="a")
-    grow(forest, forest.attach([user("q")], ()), said, [1, 2], [3])
-    node = grow(forest, forest.attach([user("q"), said, user("r")], ()), said, [4], [5, 6])
-    assert path_ids(node, np.array([7], np.int32)).tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert path_ids(None, EMPTY).tolist() == []
+    grow(forest, attach(forest, [user("q")]), said, [1, 2], [3])
+    node = grow(forest, attach(forest, [user("q"), said, user("r")]), said, [4], [5, 6])
+    assert path_prompt(node).extended(b"7", 1).ids().tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert path_prompt(None) == Prompt((), 0)
+    assert [part.tolist() for part in node.own_ids()] == [[4], [5, 6]]
     assert node.length == 6
     assert [each.number for each in node.path()] == [0, 1]
 
 
-ids = st.lists(st.integers(0, 3), max_size=12)
+ids = st.lists(st.integers(0, 120), max_size=12)
 
 
 @given(ids, ids)
 def test_the_common_prefix_is_where_the_first_difference_is(a: list[int], b: list[int]) -> None:
     expected = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    assert common_prefix(np.array(a, np.int32), np.array(b, np.int32)) == expected
+    assert common_prefix(Prompt.of(np.array(a, np.int32)), Prompt.of(np.array(b, np.int32))) == expected
 
 
 json_values = st.recursive(

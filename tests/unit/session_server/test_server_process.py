@@ -17,14 +17,14 @@ import aiohttp
 import pytest
 from server_helpers import user
 
-from tollway.errors import TollwayError
+from tollway.errors import ServerStopping, TollwayError
 from tollway.router.fake import FakeEngine, FakeReply
 from tollway.session_server.client import Session, SessionClient
 
 MAIN = """
 import sys, json
 from pathlib import Path
-from tollway.errors import TollwayError
+from tollway.errors import ServerStopping, TollwayError
 from tollway.router.config import RouterConfig
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.server import run
@@ -80,6 +80,41 @@ async def test_a_port_in_use_is_a_clear_error(tmp_path: Path) -> None:
             _, words = await running.communicate()
             assert running.returncode == 2
             assert f"config_error: cannot listen on 127.0.0.1:{port}".encode() in words
+
+
+async def test_an_address_that_strangers_reach_is_warned_about(tmp_path: Path) -> None:
+    for host, warned in (("0.0.0.0", True), ("localhost", False)):
+        async with process(host=host, port=0, journal=str(tmp_path / "j.sqlite")) as running:
+            await ready(running)
+            running.terminate()
+            _, words = await running.communicate()
+            assert (b"tokens travel unencrypted" in words) == warned
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_a_stop_waits_for_running_turns_and_not_for_ever(tmp_path: Path, ends: bool) -> None:
+    slow = FakeReply(ids=[*b"abc", 261], delay_s=0.2 if ends else 100.0)
+    async with FakeEngine(lambda request: slow) as engine:
+        settings = {"engines": [engine.url], "port": 0, "journal": str(tmp_path / "j.sqlite"), "engine_wait_s": 20.0}
+        async with process(**settings, drain_s=30.0 if ends else 0.2) as running, aiohttp.ClientSession() as http:
+            client = SessionClient((await ready(running))["url"], "k", http=http)
+            session = await client.create()
+            asking = asyncio.ensure_future(client.chat(session, [user("hi")]))
+            streaming = asyncio.ensure_future(streamed(client, session, [user("hi")]))
+            while engine.in_flight < 2:
+                await asyncio.sleep(0.01)
+            running.terminate()
+            answers = await asyncio.gather(asking, streaming, return_exceptions=True)
+            assert await running.wait() == 0
+        if ends:
+            assert answers[1] == "abc"
+        else:
+            assert isinstance(answers[0], ServerStopping)
+            assert isinstance(answers[1], TollwayError), "an error event, and no last one"
+            assert engine.aborts
+        async with process(**settings) as running, aiohttp.ClientSession() as http:
+            client = SessionClient((await ready(running))["url"], "k", http=http)
+            assert len(await client.trajectories(session.session_id)) == (2 if ends else 0)
 
 
 async def test_an_unusable_journal_and_a_missing_key_are_clear_errors(tmp_path: Path) -> None:

@@ -112,9 +112,9 @@ async def test_models_and_head_answer(server: FakeServer) -> None:
     assert (status, json.loads(data)["data"][0]["id"]) == (200, "policy")
     assert (await status_of(server, "GET", "/v1/models", session.token))[0] == 200
     assert (await status_of(server, "GET", "/v1/models", None))[0] == 401
-    assert (await status_of(server, "HEAD", path, session.token))[0] == 200
-    for missing in ("/v1/responses", "/v1/messages"):
-        assert (await status_of(server, "POST", path + missing, session.token, json={}))[0] == 404
+    # Harnesses ask before they send their key; whether there is such a session is not told.
+    for where in (path, f"/sessions/{'0' * 34}", "/"):
+        assert (await status_of(server, "HEAD", where, None))[0] == 200
 
 
 async def test_full_means_429_with_a_time_and_closing_makes_room(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def _moved(session: Any, url: str) -> Any:
 
 
 async def test_a_full_journal_refuses_with_507_and_keeps_what_it_has(tmp_path: Path) -> None:
-    async with FakeServer(tmp_path, settings={"journal_max_bytes": 200_000}) as server:
+    async with FakeServer(tmp_path, settings={"journal_max_bytes": 1_048_576}) as server:
         server.engine.script = lambda request: FakeReply(ids=[*b"x" * 2000, 261])
         session = await server.client.create(sampling=Sampling(max_new_tokens=4000))
         good = 0

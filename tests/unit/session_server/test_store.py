@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from pathlib import Path
 
 import pytest
-from server_helpers import ask, post, user
+from server_helpers import ask, post, rows, until, user
 
+from tollway.router.fake import FakeReply
 from tollway.session_server.fake import FakeServer
 from tollway.session_server.journal import Journal, Row, Statement
 
@@ -49,7 +52,7 @@ async def test_a_read_beside_a_delete_does_not_bring_the_session_back(server: Fa
             await deleting
         else:
             # Not in memory, as a closed session that was long not asked for.
-            store._open.pop(session.session_id)
+            store._forget(session.session_id)
             getting = asyncio.create_task(store.get(session.session_id))
             await held.reading.wait()
             held.may_write.set()
@@ -57,7 +60,7 @@ async def test_a_read_beside_a_delete_does_not_bring_the_session_back(server: Fa
             held.may_read.set()
             assert await getting is None
         assert await store.get(session.session_id) is None
-    assert store.summary() == {"open_sessions": 0, "closed_in_memory": 0}
+    assert store.summary() == {"open_sessions": 0, "loaded_sessions": 0, "closed_in_memory": 0}
     assert session.session_id not in server.gateway.router.table.pins
     status, _ = await post(server, session, {"messages": [user("go"), reply, user("on")]})
     assert status == 401
@@ -94,3 +97,62 @@ async def test_two_readers_of_one_session_get_the_same_one(server: FakeServer) -
     assert one is not None
     assert len(one.forest.nodes) == 1
     assert not store._loading
+
+
+async def test_an_idle_session_leaves_memory_and_comes_back_as_it_was(server: FakeServer) -> None:
+    store = server.gateway.store
+    session = await server.client.create()
+    first = await ask(server, session, [user("one")])
+    second = await ask(server, session, [user("one"), first, user("two")])
+    before = await server.client.session(session.session_id)
+    store.unload(time.time() + server.config.unload_after_s + 1)
+    assert store.summary() == {"open_sessions": 1, "loaded_sessions": 0, "closed_in_memory": 0}
+    await ask(server, session, [user("one"), first, user("two"), second, user("three")])
+    after = await server.client.session(session.session_id)
+    assert after["nodes"][:2] == before["nodes"]
+    assert [node["reason"] for node in after["nodes"]] == ["root", "continuation", "continuation"]
+    (row,) = await rows(server, session)
+    assert row.trained_tokens == sum(node["sampled_tokens"] for node in after["nodes"])
+    # The router still knows what the engine has of it: no miss without a cause.
+    assert server.gateway.router.ledger.total.summary()["unknown_tokens"] == 0
+    assert server.gateway.router.ledger.total.summary()["efficiency"] == 1.0
+
+
+async def test_a_session_in_use_stays_in_memory(server: FakeServer) -> None:
+    store = server.gateway.store
+    session = await server.client.create()
+    server.engine.script = lambda request: FakeReply(ids=[104, 261], delay_s=0.5)
+    asking = asyncio.create_task(ask(server, session, [user("one")]))
+    await until(lambda: server.engine.in_flight == 1, what="the call reaches the engine")
+    store.unload(time.time() + 10_000)
+    assert store.summary()["loaded_sessions"] == 1
+    await asking
+    assert len(await rows(server, session)) == 1
+
+
+async def test_a_session_without_calls_is_closed_after_its_idle_time(server: FakeServer) -> None:
+    store = server.gateway.store
+    idle, used = await server.client.create(), await server.client.create()
+    later = time.time() + server.config.idle_ttl_s
+    await asyncio.sleep(0.05)
+    reply = await ask(server, used, [user("one")])
+    await store.expire(later + 0.01)
+    assert store.open_sessions == 1
+    status, value = await post(server, idle, {"messages": [user("go")]})
+    assert status == 400, value
+    await ask(server, used, [user("one"), reply, user("two")])
+
+
+@pytest.mark.parametrize("limit", ["max_session_tokens", "max_session_bytes"])
+async def test_a_session_may_not_grow_beyond_its_caps(tmp_path: Path, limit: str) -> None:
+    value = {"max_session_tokens": 20, "max_session_bytes": 65536}[limit]
+    async with FakeServer(tmp_path, settings={limit: value}) as server:
+        session = await server.client.create()
+        text = "x" * (5 if limit == "max_session_tokens" else 20_000)
+        for _ in range(10):
+            status, answer = await post(server, session, {"messages": [user(text)]})
+            if status != 200:
+                break
+        assert status == 400
+        assert limit in answer["error"]["message"]
+        assert len(await rows(server, session)) >= 1

@@ -19,7 +19,8 @@ from server_helpers import CALL_EDIT, EDIT, RUN, TOOLS, ask, joined, post, rows,
 from tollway.errors import ContextLengthExceeded
 from tollway.router.fake import FakeEngine, FakeReply
 from tollway.session_server.fake import FakeServer
-from tollway.session_server.families.renderers_family import RenderersFamily, renderers_family
+from tollway.session_server.families.catalogue import renderers_family
+from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.tokens import ControlTokenizer
 
 TOKENIZER = ControlTokenizer(vocabularies.small(), name="small-qwen3")

@@ -9,18 +9,50 @@ import numpy as np
 import pytest
 from trainer_helpers import group, rollout, trajectory
 
-from tollway.records import Group, RoutedExperts, Sampling, TopLogprobs, Trajectory
+from tollway.records import (
+    Group,
+    IndexerTopk,
+    RoutedExperts,
+    Sampling,
+    SamplingMask,
+    TopLogprobs,
+    Trajectory,
+    VersionSpan,
+)
 from tollway.trainer.spool import Spool, decode_group, encode_group
 
 
 def rich_group() -> Group:
     row = replace(
         trajectory([0, 1, 1, 0, 1], versions=[-1, 2, 2, -1, 3], logprobs=[0, -0.5, -1.25, 0, -2], reward=1.0),
-        sampling=Sampling(temperature=0.7, seed=3, stop=("x",), stop_token_ids=(7,), max_new_tokens=9),
+        sampling=Sampling(
+            temperature=0.7, seed=3, stop=("x",), stop_token_ids=(7,), max_new_tokens=9, logit_bias=((4, -1.5),)
+        ),
         routed_experts=RoutedExperts(start=0, ids=np.arange(8, dtype=np.uint8).reshape(4, 1, 2)),
         top_logprobs=TopLogprobs(
             ids=np.arange(6, dtype=np.int32).reshape(3, 2), logprobs=-np.arange(6, dtype=np.float32).reshape(3, 2)
         ),
+        sampling_mask=SamplingMask(
+            offsets=np.array([0, 2, 3, 5], np.int32),
+            ids=np.array([4, 5, 6, 70, 8], np.uint16),
+            logprobs=np.array([-0.5, 0.0, -1.0], np.float32),
+        ),
+        indexer_topk=IndexerTopk(start=0, ids=np.arange(-1, 7, dtype=np.int16).reshape(4, 1, 2)),
+        metadata={"suite": ["a", 1]},
+        task_id="t",
+        group_id="g",
+        truncated=True,
+        side_request=True,
+        trainable=False,
+        untrainable_reason="side_request",
+    )
+    turns = len(row.turn_spans)
+    row = replace(
+        row,
+        prompt_tokens=tuple(range(turns)),
+        turn_times=((1.5, 2.5),) * turns,
+        turn_sampling=(row.sampling,) * turns,
+        version_spans=tuple(VersionSpan(2, span.start, span.end, "sglang", "fp8") for span in row.turn_spans),
     )
     one = replace(rollout(1.0, row, trajectory([0, 1])), turns=2, duration_s=1.5, facts={"ran_checks": 1.0})
     return group(one, rollout(None, error="sandbox gone – \u2028"), Rollout_empty())

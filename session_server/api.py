@@ -1,7 +1,8 @@
-"""``POST .../v1/chat/completions`` in plain ASGI: the hot path between a socket and a turn.
+"""The dialect routes in plain ASGI: the hot path between a socket and a turn.
 
 Owns what a client sees while a turn runs: waiting, streaming, replay for retries, and what happens when it
-goes away. The turn itself knows nothing of sockets. Depends on ``calls``, ``turn`` and the chat dialect.
+goes away. The turn itself knows nothing of sockets. Depends on ``calls``, ``conversation``, ``turn`` and the
+dialects.
 """
 
 from __future__ import annotations
@@ -9,117 +10,147 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import cast
 
-import xxhash
-
 from tollway.errors import TollwayError
+from tollway.session_server.bodies import Body
 from tollway.session_server.calls import Call, other_body
 from tollway.session_server.config import ServerConfig
-from tollway.session_server.dialects.chat import ChatStream, ChatWish, parse_request, render_reply
+from tollway.session_server.conversation import Conversations
+from tollway.session_server.dialects.base import Dialect, ReplyNames, StreamWriter
+from tollway.session_server.dialects.messages import count_reply
 from tollway.session_server.families.base import Family
-from tollway.session_server.http import JSON, Receive, Send, error_body, error_headers, header, read_body, send_reply
+from tollway.session_server.http import JSON, Receive, Send, error_headers, header, read_parts, send_reply
 from tollway.session_server.journal import Journal
 from tollway.session_server.names import fresh
-from tollway.session_server.request import TurnOutcome
+from tollway.session_server.request import TurnDelta, TurnOutcome
 from tollway.session_server.session import Session
-from tollway.session_server.turn import Turns
+from tollway.session_server.turn import Asked, Turns
 from tollway.telemetry import session_id
 
-__all__ = ["ChatApi"]
+__all__ = ["TurnApi"]
 
 logger = logging.getLogger(__name__)
 _STREAM = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
+_EVENTS = (b"data:", b"event:")
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 
-class ChatApi:
-    """Serves chat completions of authenticated sessions."""
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One generation to be produced."""
+
+    session: Session
+    dialect: Dialect
+    asked: Asked
+    call: Call
+    names: ReplyNames
+
+
+class TurnApi:
+    """Serves the model calls of authenticated sessions."""
 
     def __init__(self, config: ServerConfig, family: Family, turns: Turns, journal: Journal) -> None:
         self._config = config
         self._family = family
         self._turns = turns
         self._journal = journal
+        self._conversations = Conversations(journal)
 
-    async def handle(self, session: Session, headers: RawHeaders, receive: Receive, send: Send) -> None:
+    async def handle(
+        self, session: Session, dialect: Dialect, headers: RawHeaders, receive: Receive, send: Send
+    ) -> None:
         """One request. Raises ``TollwayError`` while nothing has been sent."""
-        body = await read_body(receive, self._config.max_body_bytes)
-        if body is None:
+        parts = await read_parts(receive, self._config.max_body_bytes)
+        if parts is None:
             return
+        body = Body(parts)
         key = header(headers, b"idempotency-key")
         retry = (header(headers, b"x-stainless-retry-count") or "0") != "0"
-        digest = xxhash.xxh3_128_digest(body)
+        digest = body.digest()
         call = session.calls.find(digest, key=key, retry=retry)
         if call is None and key is not None:
             # The same request may have arrived while the journal was asked.
             call = await self._kept(session, digest, key) or session.calls.find(digest, key=key, retry=retry)
         if call is None:
-            wish = parse_request(body)
-            if key is not None:
-                wish = replace(wish, turn=replace(wish.turn, idempotency_key=key))
-            call = Call(digest, key, wish.turn.stream)
-            session.calls.start(call, self._produce(session, call, wish))
+            names = ReplyNames(dialect.id_prefix + fresh(), int(time.time()))
+            asked = await self._conversations.read(session, dialect, body, reply_id=names.reply_id, key=key)
+            call = Call(digest, key, asked.wish.stream)
+            session.calls.start(call, self._produce(_Job(session, dialect, asked, call, names)))
         call.clients += 1
         if call.streaming:
             await self._serve_stream(session, call, receive, send)
         else:
             await self._serve_whole(session, call, receive, send)
 
+    async def count(self, session: Session, dialect: Dialect, receive: Receive, send: Send) -> None:
+        """How many tokens the prompt of a request has. Raises as ``handle``."""
+        parts = await read_parts(receive, self._config.max_body_bytes)
+        if parts is not None:
+            asked = await self._conversations.read(session, dialect, Body(parts), reply_id="", key=None)
+            await send_reply(send, 200, count_reply(await self._turns.count(session, asked)))
+
     # -- producing ---------------------------------------------------------------------------------
 
-    async def _produce(self, session: Session, call: Call, wish: ChatWish) -> None:
-        """Run the turn and write what clients get into ``call``."""
-        session_id.set(session.session_id)
-        created = int(time.time())
+    async def _produce(self, job: _Job) -> None:
+        """Run the turn and write what clients get into the call."""
+        session_id.set(job.session.session_id)
+        call = job.call
+        writer = job.dialect.stream(job.asked.wish, job.names, self._family) if call.streaming else None
         try:
-            if wish.turn.stream:
-                await self._produce_stream(session, call, wish, created)
-                return
-            outcome: TurnOutcome | None = None
-
-            reply_id = _reply_id()
-
-            def render(done: TurnOutcome) -> bytes:
-                return render_reply(wish, done, self._family, reply_id=reply_id, created=created)
-
-            async for item in self._turns.run(session, wish.turn, keep=lambda done: call.digest + render(done)):
-                if isinstance(item, TurnOutcome):
-                    outcome = item
-            if outcome is not None:
-                call.on_delivery = _delivery(session, outcome.number)
-                call.begin(200, JSON)
-                call.write(render(outcome))
+            if writer is not None:
+                await self._produce_stream(job, writer)
+            else:
+                await self._produce_whole(job)
         except TollwayError as error:
-            _write_error(call, error)
+            _write_error(job, writer, error)
         except asyncio.CancelledError:
-            _write_error(call, call.abort_reason)
+            _write_error(job, writer, call.abort_reason)
         except Exception:
             # The boundary of the server: a bug must not leave a client waiting, and must be seen.
             logger.exception("turn failed")
-            _write_error(call, TollwayError("internal error; the server log has the traceback"))
+            _write_error(job, writer, TollwayError("internal error; the server log has the traceback"))
         finally:
             call.finish()
 
-    async def _produce_stream(self, session: Session, call: Call, wish: ChatWish, created: int) -> None:
-        writer = ChatStream(wish, self._family, reply_id=_reply_id(), created=created)
+    async def _produce_whole(self, job: _Job) -> None:
+        call, asked = job.call, job.asked
 
-        def whole(done: TurnOutcome) -> bytes:
-            return b"".join([call.digest, *call.chunks, writer.end(done)])
+        def render(outcomes: Sequence[TurnOutcome]) -> bytes:
+            return job.dialect.reply(asked.wish, outcomes, job.names, self._family)
 
-        async with aclosing(self._turns.run(session, wish.turn, keep=whole)) as items:
+        keep = None if asked.key is None else lambda outcomes: call.digest + render(outcomes)
+        async with aclosing(self._turns.run(job.session, asked, keep=keep)) as items:
+            async for item in items:
+                if not isinstance(item, TurnDelta):
+                    call.on_delivery = _delivery(job.session, item)
+                    reply = render(item)
+                    call.begin(200, JSON)
+                    call.write(reply)
+
+    async def _produce_stream(self, job: _Job, writer: StreamWriter) -> None:
+        call = job.call
+        end = b""
+
+        def whole(outcomes: Sequence[TurnOutcome]) -> bytes:
+            nonlocal end
+            end = writer.end(outcomes)
+            return b"".join([call.digest, *call.chunks, end])
+
+        keep = whole if job.asked.key is not None else None
+        async with aclosing(self._turns.run(job.session, job.asked, keep=keep)) as items:
             async for item in items:
                 if not call.started:
                     call.begin(200, _STREAM)
                     call.write(writer.start())
-                if isinstance(item, TurnOutcome):
-                    call.on_delivery = _delivery(session, item.number)
-                    call.write(writer.end(item))
-                else:
+                if isinstance(item, TurnDelta):
                     call.write(writer.delta(item))
+                else:
+                    call.on_delivery = _delivery(job.session, item)
+                    call.write(end or writer.end(item))
 
     async def _kept(self, session: Session, digest: bytes, key: str) -> Call | None:
         """The reply that the journal kept for an idempotency key, from before a restart or long ago.
@@ -136,7 +167,7 @@ class ChatApi:
         answered, reply = kept[: len(digest)], kept[len(digest) :]
         if answered != digest:
             raise other_body()
-        call = Call(digest, key, reply.startswith(b"data:"))
+        call = Call(digest, key, reply.startswith(_EVENTS))
         call.begin(200, _STREAM if call.streaming else JSON)
         call.write(reply)
         call.finish()
@@ -197,24 +228,24 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _write_error(call: Call, error: TollwayError) -> None:
+def _write_error(job: _Job, writer: StreamWriter | None, error: TollwayError) -> None:
     """An error answer; inside a stream an error event, never a finish reason."""
+    call = job.call
     call.failed = True
-    if not call.started:
-        call.begin(error.status, error_headers(error))
-        call.write(error_body(error))
+    if writer is not None and call.started:
+        call.write(writer.error(error))
     else:
-        call.write(b"data: " + error_body(error) + b"\n\n")
+        call.begin(error.status, error_headers(error))
+        call.write(job.dialect.error(error))
 
 
-def _delivery(session: Session, number: int) -> Callable[[bool], None]:
+def _delivery(session: Session, outcomes: Sequence[TurnOutcome]) -> Callable[[bool], None]:
+    numbers = [outcome.number for outcome in outcomes]
+
     def told(whole: bool) -> None:
-        node = session.forest.nodes.get(number)
-        if node is not None:
-            node.delivered = whole
+        for number in numbers:
+            node = session.forest.nodes.get(number)
+            if node is not None:
+                node.delivered = whole
 
     return told
-
-
-def _reply_id() -> str:
-    return f"chatcmpl-{fresh()}"

@@ -1,0 +1,103 @@
+"""What an engine is: program, number format of its weights, shapes of what it records beside the tokens.
+
+Read once when an engine joins, from its ``/model_info`` and ``/server_info`` and from the model directory
+when that is ours to read. Pure but for ``directory_config``. Depends on orjson only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+__all__ = ["UNKNOWN", "EngineFacts", "directory_config", "read_facts"]
+
+Json = Mapping[str, object]
+
+_SAME_TYPE = {"half": "float16", "float": "float32"}
+_C4 = 4
+"""Compression ratio of the DeepSeek-V4 layers that have an indexer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What records say of the engine that sampled, and what its replies must look like."""
+
+    kind: str = ""
+    """The program: "sglang", "embedded", "fake"; empty when it does not say."""
+    release: str = ""
+    """Version of the program."""
+    precision: str = ""
+    """Number format of the weights: "bfloat16", "fp8", ...; empty when it is not known."""
+    route_shape: tuple[int, int] | None = None
+    """(layers, experts per token) of a mixture-of-experts model."""
+    indexer_shape: tuple[int, int] | None = None
+    """(layers, top_k) of a model with a sparse-attention indexer."""
+    cumulative_streams: bool = False
+    """Every event of a stream repeats the whole reply so far: a long reply costs its length squared."""
+
+
+UNKNOWN = EngineFacts()
+
+
+def read_facts(model: Json, server: Json, config: Json) -> EngineFacts:
+    """Facts from ``/model_info``, ``/server_info`` (empty when refused) and the model's config.json (or empty)."""
+    kind = server.get("engine")
+    if not isinstance(kind, str):
+        # Only SGLang's own server answers with the arguments that it was started with.
+        kind = "sglang" if "internal_states" in server and "launch_command" in server else ""
+    release = server.get("version")
+    return EngineFacts(
+        kind=kind,
+        release=release if isinstance(release, str) else "",
+        precision=_precision(kind, server, config),
+        route_shape=_route_shape(model) or _route_shape(server) or _route_shape(config),
+        indexer_shape=_indexer_shape(model) or _indexer_shape(server) or _indexer_shape(config),
+        cumulative_streams=server.get("incremental_streaming_output") is False,
+    )
+
+
+def directory_config(model_path: str) -> Json:
+    """config.json of a model directory; empty when it is not there or not ours to read."""
+    try:
+        value = orjson.loads((Path(model_path) / "config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _precision(kind: str, server: Json, config: Json) -> str:
+    quantized = server.get("quantization")
+    if not quantized and isinstance(inner := config.get("quantization_config"), Mapping):
+        quantized = inner.get("quant_method")
+    if isinstance(quantized, str) and quantized:
+        return quantized
+    named = server.get("dtype")
+    if isinstance(named, str) and named not in ("", "auto"):
+        return _SAME_TYPE.get(named, named)
+    own = config.get("dtype") or config.get("torch_dtype")
+    if not isinstance(own, str):
+        return ""
+    if kind == "sglang" and own == "float32":
+        # With dtype "auto" SGLang halves what is stored in float32.
+        return "bfloat16" if str(config.get("model_type", "")).startswith("gemma") else "float16"
+    return own
+
+
+def _route_shape(facts: Json) -> tuple[int, int] | None:
+    return _pair(facts.get("num_hidden_layers"), facts.get("num_experts_per_tok"))
+
+
+def _indexer_shape(facts: Json) -> tuple[int, int] | None:
+    ratios = facts.get("compress_ratios")
+    if isinstance(ratios, list) and ratios:
+        return _pair(sum(1 for ratio in ratios if ratio == _C4), facts.get("index_topk"))
+    return _pair(facts.get("num_indexer_layers") or facts.get("num_hidden_layers"), facts.get("index_topk"))
+
+
+def _pair(layers: object, top_k: object) -> tuple[int, int] | None:
+    if isinstance(layers, int) and isinstance(top_k, int) and layers > 0 and top_k > 0:
+        return layers, top_k
+    return None

@@ -25,6 +25,7 @@ from tollway.session_server.dialects.messages import MESSAGES
 from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.gateway import Gateway
 from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, send_reply
+from tollway.session_server.openapi import dialect_components, dialect_paths
 from tollway.session_server.routes import router
 
 __all__ = ["TollwayApp", "create_app"]
@@ -40,12 +41,27 @@ _DIALECTS: dict[str, Dialect] = {
 }
 
 
+class _Rest(FastAPI):
+    """Routes of FastAPI, described together with those that it does not know."""
+
+    def openapi(self) -> dict[str, object]:
+        """The whole surface as OpenAPI 3.1."""
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            for path, item in dialect_paths().items():
+                schema["paths"].setdefault(path, {}).update(item)
+            components = schema.setdefault("components", {})
+            for kind, named in dialect_components().items():
+                components.setdefault(kind, {}).update(named)
+        return cast("dict[str, object]", self.openapi_schema)
+
+
 class TollwayApp:
     """The application of one ``Gateway``; its lifespan starts and stops it."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._rest = FastAPI(title="Tollway session server", version=tollway.__version__)
+        self._rest = _Rest(title="Tollway session server", version=tollway.__version__)
         self._rest.state.gateway = gateway
         self._rest.include_router(router)
         self._rest.add_exception_handler(TollwayError, _render_error)

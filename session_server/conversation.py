@@ -110,8 +110,9 @@ def _asked(
     first: int = 0,
     named: Node | None = None,
 ) -> Asked:
+    wish = dialect.settle(reading.wish, reading.items[-1]) if reading.items else reading.wish
     return Asked(
-        wish=reading.wish,
+        wish=wish,
         place=matched.place,
         messages=matched.messages,
         first=first,

@@ -38,6 +38,8 @@ class Crew:
     """The listening socket that all workers share."""
     own_fd: int = -1
     """The listening socket of this worker alone."""
+    port: int | None = None
+    """Port of that socket; ``None`` for a server of one process."""
 
     @property
     def alone(self) -> bool:
@@ -50,12 +52,14 @@ class Crew:
         return tuple(index for index in range(self.size) if index != self.index)
 
     @property
-    def port(self) -> int | None:
-        """Port of this worker alone; ``None`` for a server of one process."""
-        if self.alone:
-            return None
-        with socket.socket(fileno=os.dup(self.own_fd)) as own:
-            return int(own.getsockname()[1])
+    def passed_on(self) -> str:
+        """Value of ``WORKER_HEADER`` on a client's request that this crew passes on."""
+        return f"pass {self.secret}"
+
+    @property
+    def own_call(self) -> str:
+        """Value of ``WORKER_HEADER`` on a call that a worker makes for its own sake."""
+        return f"call {self.secret}"
 
     def socket_of(self, index: int) -> Path:
         """Where worker ``index`` listens for its siblings."""
@@ -70,6 +74,7 @@ class Crew:
             "secret": self.secret,
             "public_fd": self.public_fd,
             "own_fd": self.own_fd,
+            "port": self.port,
         }
         return {_VARIABLE: json.dumps(place)}
 

@@ -3,7 +3,7 @@
 Wraps a worker's application. A session's id names its owner; a new session goes to the owner of its group,
 or to the workers in turn; changes of the fleet are made by worker 0, so that they have one order. What a
 sibling sent is never sent on, so there are no loops. Owns no state of sessions and reads no body but that of
-``POST /sessions``. Depends on ``siblings`` and ``auth``.
+``POST /sessions``. Depends on ``siblings``, ``auth`` and, for errors, the dialects.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from yarl import URL  # the form in which aiohttp takes a target as it is
 from tollway.errors import BadRequest, TollwayError, WorkerDown
 from tollway.session_server import auth
 from tollway.session_server.crew import WORKER_HEADER, Crew
+from tollway.session_server.dialects.messages import MESSAGES
 from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, header, read_body, send_reply
 from tollway.session_server.siblings import BASE, Siblings, down
 
@@ -48,7 +49,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def from_sibling(scope: Scope) -> bool:
-    """Whether a sibling sent this request, so that it concerns this worker alone."""
+    """Whether a sibling makes this call itself, so that it concerns this worker alone."""
     return scope.get(_MARK) is True
 
 
@@ -76,21 +77,25 @@ class Forwarder:
                         await self._forward(owner, scope, receive, send)
                         return
             except TollwayError as error:
-                await send_reply(send, error.status, error_body(error), error_headers(error))
+                body = MESSAGES.error(error) if "/v1/messages" in cast(str, scope["path"]) else error_body(error)
+                await send_reply(send, error.status, body, error_headers(error))
                 return
         await self._app(scope, receive, send)
 
     # -- whose it is -------------------------------------------------------------------------------
 
     def _take_mark(self, scope: Scope) -> bool:
-        """Take the workers' header off a request; whether it was right."""
+        """Take the workers' header off a request; whether it is right, and the request's journey ends here."""
         headers = cast("list[tuple[bytes, bytes]]", scope["headers"])
         marks = [value for name, value in headers if name == WORKER_HEADER]
         if marks:
             scope["headers"] = [each for each in headers if each[0] != WORKER_HEADER]
-        genuine = any(hmac.compare_digest(mark, self._crew.secret.encode()) for mark in marks)
-        scope[_MARK] = genuine
-        return genuine
+        call, passed = (
+            any(hmac.compare_digest(mark, value.encode()) for mark in marks)
+            for value in (self._crew.own_call, self._crew.passed_on)
+        )
+        scope[_MARK] = call
+        return call or passed
 
     def _owner(self, scope: Scope) -> int | None:
         """The sibling that has to answer; ``None`` when this worker does."""
@@ -148,7 +153,7 @@ class Forwarder:
         Raises ``WorkerDown`` while nothing of a reply has been sent.
         """
         given = cast("list[tuple[bytes, bytes]]", scope["headers"])
-        headers = [*_onward(given), (WORKER_HEADER.decode(), self._crew.secret)]
+        headers = [*_onward(given), (WORKER_HEADER.decode(), self._crew.passed_on)]
         upload = _Upload(receive, has_body=any(name in (b"content-length", b"transfer-encoding") for name, _ in given))
         call = _Call(cast(str, scope["method"]), _target(scope), headers, owner)
         exchange = asyncio.ensure_future(self._exchange(call, upload, send))

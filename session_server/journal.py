@@ -227,8 +227,13 @@ class Journal:
             page = int(connection.execute("PRAGMA page_size").fetchone()[0])
             if not self._compacting and free * page < self._compact_after_bytes:
                 return
-            self._compacting = free > 0
-            connection.execute(f"PRAGMA incremental_vacuum({_FREE_AT_ONCE})").fetchall()
+            if free:
+                self._compacting = True
+                connection.execute(f"PRAGMA incremental_vacuum({_FREE_AT_ONCE})").fetchall()
+            else:
+                self._compacting = False
+                # The file itself shrinks when what was freed is moved out of the write-ahead log.
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         except sqlite3.Error as error:
             # Nothing is lost: the space stays in the file and is used for new turns.
             self._compacting = False

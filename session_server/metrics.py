@@ -13,7 +13,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from tollway.telemetry import declare
 
-__all__ = ["SAMPLED", "SESSIONS", "TURNS", "metrics_text"]
+__all__ = ["BRANCHES", "LEFT_OUT", "SAMPLED", "SESSIONS", "TURNS", "metrics_text"]
 
 SESSIONS = Gauge(
     declare("tollway_sessions_open", "sessions", "Sessions that take calls", "gauge"),
@@ -28,6 +28,15 @@ TURNS = Counter(
 SAMPLED = Counter(
     declare("tollway_sampled_tokens", "tokens", "Sampled ids that were committed", "counter"),
     "Sampled ids that were committed",
+)
+BRANCHES = Counter(
+    declare("tollway_branches", "turns", "Turns that did not continue a conversation, by reason", "counter"),
+    "Turns that did not continue a conversation, by reason",
+    ["reason"],
+)
+LEFT_OUT = Counter(
+    declare("tollway_left_out_tools", "tools", "Offered tools that cannot run here, per turn", "counter"),
+    "Offered tools that cannot run here, per turn",
 )
 
 

@@ -92,7 +92,7 @@ _CHAT: Schemas = {
         _object(
             "function",
             id=_maybe("string"),
-            type=_is("function"),
+            type={"enum": [None, "function"]},
             function=_object("name", name=_TEXT, arguments=_any_of(_TEXT, _FREE_OBJECT)),
         ),
         _object(

@@ -65,6 +65,8 @@ class Wish:
     """Reply id that this request continues: its list holds the new messages only."""
     store: bool = True
     """Whether a later request may name this reply as its ``previous``."""
+    left_out: tuple[str, ...] = ()
+    """Tools that the harness offers, that cannot run here, and that the model is not shown."""
     extras: Mapping[str, object] = field(default_factory=dict)
     """What the dialect alone has to remember for its reply, such as ``include_usage``."""
 

@@ -120,6 +120,14 @@ def local(request: Request) -> Gateway:
     return gateway
 
 
+async def anyone(request: Request) -> Gateway:
+    """The gateway, for the admin key or any session's token."""
+    gateway = gateway_of(request)
+    if not gateway.is_admin(token_of(request)):
+        await gateway.session_of_token(token_of(request))
+    return gateway
+
+
 async def either(request: Request, session_id: str) -> Session:
     """The session, for its token or the admin key."""
     gateway = gateway_of(request)
@@ -133,6 +141,7 @@ async def either(request: Request, session_id: str) -> Session:
 
 
 Admin = Annotated[Gateway, Depends(admin)]
+Anyone = Annotated[Gateway, Depends(anyone)]
 Local = Annotated[Gateway, Depends(local)]
 Owned = Annotated[Session, Depends(either)]
 
@@ -238,17 +247,26 @@ async def delete(session_id: str, gateway: Admin) -> Response:
 
 @router.get("/sessions/{session_id}/v1/models")
 async def session_models(request: Request, session: Owned) -> Response:
-    """The one model of a session."""
+    """The one model of a session, as both OpenAI's and Anthropic's clients read it."""
     return _models(gateway_of(request))
 
 
+@router.get("/sessions/{session_id}/v1/models/{name:path}")
+async def session_model(name: str, session: Owned) -> Response:
+    """A model by name; requests may name anything."""
+    return _json(_model(name))
+
+
 @router.get("/v1/models")
-async def models(request: Request) -> Response:
+async def models(request: Request, gateway: Anyone) -> Response:
     """The same for harnesses that cannot set a path."""
-    gateway = gateway_of(request)
-    if not gateway.is_admin(token_of(request)):
-        await gateway.session_of_token(token_of(request))
     return _models(gateway)
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, gateway: Anyone) -> Response:
+    """The same for harnesses that cannot set a path."""
+    return _json(_model(name))
 
 
 # -- fleet ------------------------------------------------------------------------------------------
@@ -399,8 +417,13 @@ def _json(value: object, *, status: int = 200) -> Response:
 
 
 def _models(gateway: Gateway) -> Response:
-    model = {"id": gateway.config.model_name, "object": "model", "created": 0, "owned_by": "tollway"}
-    return _json({"object": "list", "data": [model]})
+    name = gateway.config.model_name
+    return _json({"object": "list", "data": [_model(name)], "first_id": name, "last_id": name, "has_more": False})
+
+
+def _model(name: str) -> dict[str, object]:
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "tollway"}
+    return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
 
 
 def _origin(request: Request, gateway: Gateway) -> str:

@@ -93,6 +93,12 @@ def _constraint(wish: Wish, family: Family, prompt_end: Ids) -> tuple[tuple[str,
     if choice.mode in ("auto", "none"):
         if wish.schema is None:
             return ()
+        if wish.tools and choice.mode == "auto":
+            raise BadRequest(
+                "a response format constrains the whole reply, so no tool could be called; "
+                "set tool_choice none, or leave out tools or the format",
+                param="response_format",
+            )
         return _pairs(family.content_constraint(wish.schema, prompt_end=prompt_end))
     if wish.schema is not None:
         raise BadRequest("a forced tool call and a response format exclude each other", param="tool_choice")

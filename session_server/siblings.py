@@ -34,7 +34,7 @@ class Siblings:
     def __init__(self, crew: Crew, admin_key: str) -> None:
         self.crew = crew
         self._headers = {
-            WORKER_HEADER.decode(): crew.secret,
+            WORKER_HEADER.decode(): crew.own_call,
             "authorization": f"Bearer {admin_key}",
             "content-type": "application/json",
         }

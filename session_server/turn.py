@@ -143,6 +143,9 @@ class Turns:
             metrics.TURNS.labels("cancelled").inc()
             raise
         metrics.TURNS.labels("ok").inc(len(outcomes))
+        if plan.reason != "continuation":
+            metrics.BRANCHES.labels(plan.reason).inc()
+        metrics.LEFT_OUT.inc(len(wish.left_out))
         metrics.SAMPLED.inc(sum(int(outcome.record.sampled_ids.size) for outcome in outcomes))
         yield outcomes
 
@@ -280,6 +283,8 @@ class Turns:
             return_routed_experts=config.routed_experts,
             # The parent's last id has no row yet.
             routed_experts_start=start if config.routed_experts else 0,
+            return_sampling_mask=config.sampling_masks,
+            return_indexer_topk=config.indexer_topk,
         )
 
     async def _parse(self, routed: Routed, wish: Wish, prompt_end: Ids) -> ParsedReply:

@@ -102,6 +102,7 @@ def supervise(config: ServerConfig, router_config: RouterConfig, *, admin_key: s
                     secret=secret,
                     public_fd=shared.fileno(),
                     own_fd=each.fileno(),
+                    port=int(each.getsockname()[1]),
                 ),
                 argv=argv,
                 admin_key=admin_key,

@@ -321,11 +321,11 @@ def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
         raise BadRequest(f"{where}.tool_calls must be a list", param=where)
     calls = []
     for item in raw:
-        custom = item.get("custom") if isinstance(item, dict) and item.get("type") == "custom" else None
-        function = custom if custom is not None else item.get("function") if isinstance(item, dict) else None
+        kind = (item.get("type") or "function") if isinstance(item, dict) else None
+        function = item.get(kind) if isinstance(item, dict) and kind in ("function", "custom") else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"{where}.tool_calls has an entry without function name", param=where)
-        if custom is not None:
+            raise BadRequest(f"{where}.tool_calls has an entry that is no function call with a name", param=where)
+        if kind == "custom":
             arguments: object = custom_arguments(string(function, "input") or "")
         else:
             arguments = function.get("arguments")

@@ -71,7 +71,8 @@ class MessagesDialect(Dialect):
             stop=strings(raw, "stop_sequences", 32),
             options=options,
             model=string(raw, "model") or "",
-            extras=Extras(omit, tuple(book.left_out)).into(),
+            left_out=tuple(book.left_out),
+            extras=Extras(omit).into(),
         )
 
     def messages(self, items: Sequence[object], *, first: int = 0) -> list[Message]:

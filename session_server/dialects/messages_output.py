@@ -41,8 +41,6 @@ class Extras:
 
     omit_thinking: bool = False
     """Thinking is wished without its text; it then travels in the signature."""
-    left_out: tuple[str, ...] = ()
-    """Types of server tools, which the model was not shown."""
 
     def into(self) -> dict[str, object]:
         """As ``Wish.extras``."""
@@ -185,9 +183,8 @@ class MessagesStream(StreamWriter):
 
 def _head(wish: Wish, names: ReplyNames) -> dict[str, object]:
     head: dict[str, object] = {"id": names.reply_id, "type": "message", "role": "assistant", "model": wish.model}
-    left_out = extras_of(wish).left_out
-    if left_out:
-        head["tollway"] = {"left_out_tools": left_out}
+    if wish.left_out:
+        head["tollway"] = {"left_out_tools": wish.left_out}
     return head
 
 

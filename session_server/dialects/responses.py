@@ -16,7 +16,7 @@ from typing import cast
 
 import orjson
 
-from tollway.errors import BadRequest, TollwayError
+from tollway.errors import BadRequest, ContextLengthExceeded, TollwayError
 from tollway.messages import Message
 from tollway.session_server.dialects.base import Dialect, Json, ReplyNames, StreamWriter
 from tollway.session_server.dialects.fields import (
@@ -45,6 +45,7 @@ __all__ = ["RESPONSES", "ResponsesDialect"]
 
 _REFUSED = ("background", "context_management", "conversation", "prompt")
 """Fields that change what is generated or where the conversation is, and that cannot be honoured."""
+_TOO_LONG = ContextLengthExceeded.code
 _HOSTED = ("code_interpreter", "file_search", "image_generation", "mcp", "programmatic_tool_calling", "tool_search")
 _HARNESS_RUN = ("apply_patch", "computer", "computer_use_preview", "local_shell", "shell")
 """Tools that the harness runs but that models know only at their provider."""
@@ -73,7 +74,6 @@ class ResponsesDialect(Dialect):
         extras = Extras(
             names=book.names,
             tools=orjson.dumps(shown),
-            left_out=tuple(book.left_out),
             summary=string(reasoning, "summary") or string(reasoning, "generate_summary"),
             sealed="reasoning.encrypted_content" in include,
             logprobs="message.output_text.logprobs" in include,
@@ -109,6 +109,7 @@ class ResponsesDialect(Dialect):
             model=string(raw, "model") or "",
             previous=string(raw, "previous_response_id"),
             store=boolean(raw, "store") is not False,
+            left_out=tuple(book.left_out),
             extras=extras.into(),
         )
 
@@ -142,7 +143,9 @@ class ResponsesDialect(Dialect):
 
     def error(self, error: TollwayError) -> bytes:
         """See ``Dialect.error``."""
-        return error_body(error)
+        body = error_body(error)
+        # The kernel's error names the list as the other dialects call it.
+        return body.replace(b'"param":"messages"', b'"param":"input"') if error.code == _TOO_LONG else body
 
 
 RESPONSES = ResponsesDialect()

@@ -45,8 +45,6 @@ class Extras:
     names: Mapping[str, WireTool] = field(default_factory=lambda: NO_NAMES)
     tools: bytes = b"[]"
     """JSON of the tools that the model was shown, as they were sent."""
-    left_out: tuple[str, ...] = ()
-    """Types of hosted tools, which the model was not shown."""
     summary: str | None = None
     """Reasoning is wished as a summary; there is no other text of it than itself."""
     sealed: bool = False
@@ -174,8 +172,8 @@ def response_object(
         "usage": None,
         **extras.echo,
     }
-    if extras.left_out:
-        value["tollway"] = {"left_out_tools": extras.left_out}
+    if wish.left_out:
+        value["tollway"] = {"left_out_tools": wish.left_out}
     if outcome is not None and family is not None:
         sampling = outcome.record.sampling
         value |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "usage": usage(outcome, family)}

@@ -42,7 +42,7 @@ _TEXT_MARKERS = (
     *("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
     *("<｜DSML｜toolcalls>", "<｜DSML｜tool>", "<｜DSML｜invoke", "</｜DSML｜invoke>"),
 )
-"""Markers that some vocabularies spell with ordinary ids."""
+"""Markers that some vocabularies spell with ordinary ids; where they are control ids, spelling them means nothing."""
 _THINK = {"hy3": ("<think:opensource>", "</think:opensource>"), "gemma4": ("<|channel>", "<channel|>")}
 """Thinking of families whose calls have no known grammar."""
 _HEADERS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -110,7 +110,7 @@ class RenderersFamily(Family):
         self.stop_ids = tuple(self._renderers[self._thinking].get_stop_token_ids())
         call_end = tokenizer.control.get(self.tool_format.call_end) if self.tool_format is not None else None
         self.call_end_ids = () if call_end is None else (call_end,)
-        self.markers = Markers((*tokenizer.control, *_TEXT_MARKERS))
+        self.markers = Markers(text for text in _TEXT_MARKERS if text not in tokenizer.control)
         self.think = self.tool_format.think if self.tool_format is not None else _THINK.get(name)
         # Gemma's parser takes an open thought back in some replies: it shows once it is closed.
         self.late_thinking = name == "gemma4"

@@ -180,7 +180,7 @@ async def test_a_session_is_served_by_its_owner_whoever_is_asked(
             assert got["raw_path"] + (f"?{got['query']}" if got["query"] else "") == path
             assert header(got, "host") == ["tollway.test:77"]
             assert header(got, "content-length") == ["3"]
-            assert got["from_sibling"] == (asked.index != owner)
+            assert not got["from_sibling"], "it is still the client's request"
             assert not header(got, "x-tollway-worker")
 
 
@@ -317,6 +317,9 @@ async def test_the_sessions_of_a_worker_that_is_down_are_a_503_and_others_go_on(
             assert (reply.status, error["code"], error["retryable"]) == (503, "worker_down", True)
             assert reply.headers["retry-after"] == "1"
             assert "worker 2" in error["message"]
+        async with http.post(f"{asked.url}{path}/v1/messages") as reply:
+            said = await reply.json()
+            assert (reply.status, said["type"]) == (503, "error"), "as this dialect's SDKs read it"
         found = []
         for _ in range(6):
             async with http.post(f"{asked.url}/sessions", headers=ADMIN) as reply:
@@ -364,16 +367,18 @@ async def test_a_forged_mark_counts_for_nothing_and_a_genuine_one_ends_the_journ
     crew: list[Worker], http: aiohttp.ClientSession
 ) -> None:
     session_id, _ = auth.new_session_secret(2)
-    for forged in ("", "x", "0" * 22):
+    secret = crew[0].forwarder._crew.secret
+    for forged in ("", "x", "0" * 22, "call x", "pass", secret, f"call {secret}x"):
         async with http.get(f"{crew[0].url}/sessions/{session_id}", headers={"x-tollway-worker": forged}) as reply:
             assert (await reply.json())["worker"] == 2
         async with http.get(f"{crew[0].url}/healthz", headers={"x-tollway-worker": forged}) as reply:
             got = await reply.json()
             assert (got["from_sibling"], header(got, "x-tollway-worker")) == (False, [])
-    genuine = {"x-tollway-worker": crew[0].forwarder._crew.secret}
-    async with http.get(f"{crew[0].url}/sessions/{session_id}", headers=genuine) as reply:
-        got = await reply.json()
-    assert (got["worker"], got["from_sibling"]) == (0, True), "a request is forwarded once at most"
+    place = crew[0].forwarder._crew
+    for genuine, own in ((place.passed_on, False), (place.own_call, True)):
+        async with http.get(f"{crew[0].url}/sessions/{session_id}", headers={"x-tollway-worker": genuine}) as reply:
+            got = await reply.json()
+        assert (got["worker"], got["from_sibling"]) == (0, own), "a request is forwarded once at most"
 
 
 @pytest.mark.parametrize(

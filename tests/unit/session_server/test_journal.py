@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from pathlib import Path
 
 import pytest
+from server_helpers import ask, rows, until, user
 
 from tollway.errors import ConfigError, JournalError
+from tollway.router.fake import FakeReply
+from tollway.session_server.fake import FakeServer
 from tollway.session_server.journal import Journal
 
 STATE = "UPDATE sessions SET created_at=?"
@@ -48,3 +52,38 @@ async def test_a_second_server_on_a_journal_is_refused_until_the_first_has_ended
     await first.aclose()
     await third.open()
     await third.aclose()
+
+
+async def test_space_of_erased_sessions_goes_back_to_the_file_system(tmp_path: Path) -> None:
+    path = tmp_path / "journal.sqlite"
+    settings = {"compact_after_bytes": 1 << 20}
+    async with FakeServer(tmp_path, settings=settings) as server:
+        server.engine.script = lambda request: FakeReply(ids=[*b"x" * 3000, 261])
+        kept = await server.client.create()
+        reply = await ask(server, kept, [user("y" * 1000)])
+        for _ in range(20):
+            session = await server.client.create()
+            await asyncio.gather(*(ask(server, session, [user("y" * 20_000)]) for _ in range(4)))
+            await server.client.delete(session.session_id)
+        await until(lambda: path.stat().st_size < 1 << 20, what="the file shrinks")
+        await ask(server, kept, [user("y" * 1000), reply, user("on")])
+        (row,) = await rows(server, kept)
+        assert row.trained_tokens == 6002
+
+
+async def test_a_checkpoint_that_is_held_up_by_a_reader_loses_nothing(tmp_path: Path) -> None:
+    settings = {"compact_after_bytes": 1 << 16}
+    async with FakeServer(tmp_path, settings=settings) as server:
+        server.engine.script = lambda request: FakeReply(ids=[*b"x" * 3000, 261])
+        kept, gone = await server.client.create(), await server.client.create()
+        await ask(server, kept, [user("a")])
+        await ask(server, gone, [user("b" * 25_000)])
+        reader = sqlite3.connect(tmp_path / "journal.sqlite")
+        try:
+            cursor = reader.execute("SELECT * FROM turns")
+            cursor.fetchone()
+            await server.client.delete(gone.session_id)
+            await ask(server, kept, [user("c")])
+        finally:
+            reader.close()
+        assert len(await rows(server, kept)) == 2

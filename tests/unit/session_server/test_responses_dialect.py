@@ -13,7 +13,7 @@ from dialect_helpers import Reply, events_of, names, play, wish_of
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from tollway.errors import BadRequest, EngineLost
+from tollway.errors import BadRequest, ContextLengthExceeded, EngineLost
 from tollway.messages import Message, ToolCall
 from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.dialects.sealed import seal
@@ -399,6 +399,12 @@ def test_a_broken_stream_fails_and_has_no_end() -> None:
         EVENT.validate_python(event)
     with pytest.raises(openai.APIError, match="gone"):
         list(sdk(stream).responses.create(model="m", input="go", stream=True))
+
+
+def test_an_overlong_prompt_names_the_list_of_this_dialect() -> None:
+    error = json.loads(RESPONSES.error(ContextLengthExceeded(40, 32)))["error"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "input")
+    assert json.loads(RESPONSES.error(BadRequest("x", param="tools")))["error"]["param"] == "tools"
 
 
 # -- compaction -------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ async def until_idle(http: aiohttp.ClientSession, url: str) -> None:
 
 async def measure(live: int, idle: int, seconds: float) -> dict[str, object]:
     """The whole run."""
-    engine = load.start_engine(routes=False)
+    engine = load.start_engine(layers=0)
     await load.wait_http(f"{engine.url}/health")
     with load.scratch() as name:
         server = load.start_server(Path(name), engine.url, routes=False, more=f"unload_after_s = {UNLOAD_S}\n")

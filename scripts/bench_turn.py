@@ -100,14 +100,14 @@ async def through_cost(
     return Cost(talk.prompt_tokens, 0.0, used, len(talk.last_body) / 1e3, reply_size / 1e3)
 
 
-async def costs(contexts: list[int], *, routes: bool, sessions: int, turns: int) -> tuple[list[Cost], float]:
+async def costs(contexts: list[int], *, layers: int, sessions: int, turns: int) -> tuple[list[Cost], float]:
     """(cost at each context, export cost of a 30k-token session in ms)."""
-    engine = load.start_engine(routes=routes)
+    engine = load.start_engine(layers=layers)
     found = []
     with load.scratch() as name:
         folder = Path(name)
         await load.wait_http(f"{engine.url}/health")
-        server = load.start_server(folder, engine.url, routes=routes)
+        server = load.start_server(folder, engine.url, routes=layers > 0)
         try:
             timeout = aiohttp.ClientTimeout(total=600)
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
@@ -145,9 +145,9 @@ async def export_cost(server: load.Process, http: aiohttp.ClientSession) -> floa
     return used
 
 
-def floor(routes: bool, turns: int) -> float:
+def floor(layers: int, turns: int) -> float:
     """The floor's CPU per turn in milliseconds, measured in a process of its own."""
-    engine = load.start_engine(routes=routes)
+    engine = load.start_engine(layers=layers)
     try:
         asyncio.run(load.wait_http(f"{engine.url}/health"))
         with load.scratch() as name:
@@ -202,15 +202,17 @@ def main() -> None:
         return
     started = time.time()
     plain, export = asyncio.run(
-        costs([4000, ROUTED_AT, 128_000], routes=False, sessions=arguments.sessions, turns=arguments.turns)
+        costs([4000, ROUTED_AT, 128_000], layers=0, sessions=arguments.sessions, turns=arguments.turns)
     )
     routed, floors = [], []
     for _ in range(arguments.rounds):
-        (cost,), _ = asyncio.run(costs([ROUTED_AT], routes=True, sessions=4, turns=arguments.turns))
+        (cost,), _ = asyncio.run(costs([ROUTED_AT], layers=load.LAYERS_1MB, sessions=4, turns=arguments.turns))
         routed.append(cost)
-        floors.append(floor(True, 4 * arguments.turns))
+        floors.append(floor(load.LAYERS_1MB, 4 * arguments.turns))
+    (wide,), export_routes = asyncio.run(costs([ROUTED_AT], layers=load.LAYERS, sessions=4, turns=arguments.turns))
+    wide_floor = floor(load.LAYERS, 4 * arguments.turns)
     print(f"{'context':>9} {'body kB':>8} {'reply kB':>9} {'server ms':>10} {'pass-through':>13} {'application':>12}")
-    for kind, cost in [*(("", c) for c in plain), *(("routes", c) for c in routed)]:
+    for kind, cost in [*(("", c) for c in plain), *(("routes", c) for c in [*routed, wide])]:
         print(
             f"{cost.context:>9,} {cost.body_kb:>8.0f} {cost.reply_kb:>9.0f} {cost.server_ms:>10.2f} "
             f"{cost.through_ms:>13.2f} {cost.application_ms:>12.2f} {kind}"
@@ -226,6 +228,9 @@ def main() -> None:
         "ratio_128k_4k_total": round(large.server_ms / small.server_ms, 2),
         "ms_128k": round(large.server_ms, 2),
         "export_ms": round(export, 1),
+        "cpu_ms_turn_480b": round(wide.server_ms, 2),
+        "ratio_to_floor_480b": round(wide.server_ms / wide_floor, 2),
+        "export_ms_480b": round(export_routes, 1),
         "cpu_ms_turn_without_routes": round(plain[1].server_ms, 2),
         "spread": [round(min(c.server_ms for c in routed), 2), round(max(c.server_ms for c in routed), 2)],
     }

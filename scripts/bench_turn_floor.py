@@ -21,12 +21,15 @@ import pybase64
 import session_load as load
 import uvloop
 
+from tollway.heap import keep_freed_memory
+
 OPEN = "\n<|im_start|>user\n<tool_response>\n"
 CLOSE = "\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
 
 
 async def run(engine: str, folder: Path, turns: int, context: int, tool_chars: int) -> float:
     """CPU per turn in milliseconds."""
+    keep_freed_memory()
     encoder = fastokens.Tokenizer.from_json_str(load.real_vocabulary("qwen3").read_text())
     texts = load.Texts(5)
     journal = sqlite3.connect(folder / "floor.sqlite", isolation_level=None)
@@ -35,7 +38,7 @@ async def run(engine: str, folder: Path, turns: int, context: int, tool_chars: i
     journal.execute("CREATE TABLE turns (n INTEGER, a BLOB, b BLOB, c BLOB, routes BLOB, messages BLOB)")
     messages: list[dict[str, object]] = [{"role": "user", "content": texts.piece(load.chars_for(context - 3000))}]
     known = orjson.dumps({"model": "m", "messages": messages})[:-2]
-    prompt = encoder.encode(known.decode())
+    prompt = encoder.encode(known.decode()).ids
     chunks = [b",".join(str(token).encode() for token in prompt)]
     size = len(prompt)
     used = 0.0
@@ -49,7 +52,7 @@ async def run(engine: str, folder: Path, turns: int, context: int, tool_chars: i
                 raise RuntimeError("the prefix changed")
             new = orjson.loads(b"[" + body[len(known) + 1 : -1])
             text = OPEN + new[-1]["content"] + CLOSE
-            suffix = np.array(encoder.encode(text), np.int32)
+            suffix = np.array(encoder.encode(text).ids, np.int32)
             chunk = orjson.dumps(suffix, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
             start = size - 1
             size += suffix.size

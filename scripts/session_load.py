@@ -30,12 +30,16 @@ import orjson
 import uvicorn
 import uvloop
 
+from tollway.heap import keep_freed_memory
 from tollway.session_server.families.registry import load_family
 from tollway.session_server.families.vocabularies import real_vocabulary
 
 REPLY_TOKENS = 400
-LAYERS, EXPERTS_PER_TOKEN = 60, 8
-"""480 bytes of expert choices per token once narrowed."""
+EXPERTS_PER_TOKEN = 8
+LAYERS = 60
+"""With eight experts each, 480 bytes of choices per token once narrowed."""
+LAYERS_1MB = 19
+"""A reply of 400 tokens after some 850 new prompt tokens is then 1 MB of base64 int32."""
 ADMIN = "bench-admin-key"
 _MODULES = ("argparse", "ast", "asyncio.base_events", "difflib", "email.message", "inspect", "tarfile")
 
@@ -102,7 +106,7 @@ def reply_ids(tokenizer_path: Path, count: int) -> list[list[int]]:
 class Engine:
     """An ASGI application that answers as SGLang does."""
 
-    def __init__(self, replies: Sequence[Sequence[int]], *, routes: bool) -> None:
+    def __init__(self, replies: Sequence[Sequence[int]], *, layers: int) -> None:
         rng = np.random.default_rng(0)
         self._ids = [orjson.dumps(ids) for ids in replies]
         self._logprobs = [
@@ -142,7 +146,7 @@ class Engine:
     def _info(self, path: str) -> dict[str, object]:
         if path == "/model_info":
             return {
-                "model_path": "bench", "weight_version": "1", "num_hidden_layers": LAYERS,
+                "model_path": "bench", "weight_version": "1", "num_hidden_layers": self._layers,
                 "num_experts_per_tok": EXPERTS_PER_TOKEN,
             }  # fmt: skip
         return {"version": "0.5.23", "context_length": 262144, "page_size": 1, "max_total_num_tokens": 10**9}
@@ -157,7 +161,7 @@ class Engine:
             name = b'"routed_experts_start_len":'
             start = int(re.match(rb"\d+", body[body.index(name) + len(name) :]).group())
             rows = prompt + sampled - 1 - start
-            width = LAYERS * EXPERTS_PER_TOKEN * 4
+            width = self._layers * EXPERTS_PER_TOKEN * 4
             size = rows * width
             data = (self._routes * (size // len(self._routes) + 1))[:size]
             routes = b',"routed_experts":"' + base64.b64encode(data) + b'"'
@@ -173,7 +177,8 @@ class Engine:
 
 
 def serve_app(app: object, port: int) -> None:
-    """Run an ASGI application on loopback until killed."""
+    """Run an ASGI application on loopback until killed, with the session server's memory settings."""
+    keep_freed_memory()
     config = uvicorn.Config(
         app, host="127.0.0.1", port=port, http="httptools", log_level="error", lifespan="off", timeout_keep_alive=75
     )
@@ -215,11 +220,11 @@ class Process:
             self.popen.kill()
 
 
-def start_engine(*, routes: bool) -> Process:
-    """The scripted engine as a process."""
+def start_engine(*, layers: int) -> Process:
+    """The scripted engine as a process; 0 layers send no routed experts."""
     port = free_port()
     replies = "s.reply_ids(s.real_vocabulary('qwen3'), 32)"
-    code = f"import session_load as s; s.serve_app(s.Engine({replies}, routes={routes}), {port})"
+    code = f"import session_load as s; s.serve_app(s.Engine({replies}, layers={layers}), {port})"
     popen = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
     return Process(popen, f"http://127.0.0.1:{port}")
 

@@ -23,6 +23,7 @@ import uvicorn
 import uvloop
 
 from tollway.errors import ConfigError
+from tollway.heap import keep_freed_memory
 from tollway.router.config import RouterConfig
 from tollway.serving import KEEP_ALIVE_S, announce, listen
 from tollway.session_server.app import TollwayApp
@@ -46,6 +47,7 @@ def run(config: ServerConfig, router_config: RouterConfig, *, admin_key: str, en
     """
     if not admin_key:
         raise ConfigError("no admin key: set TOLLWAY_ADMIN_KEY to a secret of your choice")
+    keep_freed_memory()
     crew = Crew.from_environment()
     if crew is not None:
         _run_worker(config, router_config, crew, admin_key=admin_key, engine_urls=engine_urls)
@@ -144,11 +146,15 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._signals += 1
         self.should_exit = True
-        orphan = not self._gateway.crew.alone and os.getppid() != self._parent
-        if self._signals > 1 or orphan:  # a successor of an orphan's parent wants port and journal
+        if self._gateway.crew.alone:
+            hurry, force = self._signals > 1, self._signals > 2
+        else:
+            # A service manager may signal parent and workers alike, so only the parent's SIGINT means haste. What is
+            # asked of an orphan is haste, too: the successor of its parent wants port and journal.
+            hurry, force = sig == signal.SIGINT or os.getppid() != self._parent, False
+        if hurry:
             self._hurry.set()
-        if self._signals > 2:
-            self.force_exit = True
+        self.force_exit = self.force_exit or force
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:

@@ -12,10 +12,12 @@ very vocabulary; otherwise ``tokenizers`` does. Depends on both (imported lazily
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,8 +34,23 @@ GUARD = "\ufdd0"
 CORPUS = (
     *("", " ", "\n", "\n\n", " \n", "\r\n\r\n", "\t\t x", "   y", "a  b   c    ", "\u00a0\u2003\u3000 z", "\v\f"),
     *("Pantom hello", "don't I'LL we'Ve 'S", "x" * 300, "ab" * 200, "1234567890", "3.14159e-10", "0x1F 1_000 ½²"),
-    *("e\u0301 \u00e9 \u1e9b\u0323", "ﬁ Å Å ｶﾞ", "नमस्ते क़", "ไทยไม่มีวรรค", "עברית שלום", "日本語、中文。한국어", "🏳️‍🌈👩‍👩‍👧🇩🇪"),
-    *("\x00\x01\x7f\x85", "\ufdd0\ufeff\u200b\u2028", "\U0001f9ff\U0010fffd", "İıſK ΑΣ ẞ", "a\u0300\u0301\u0302b", "…—“”’"),
+    *(
+        "e\u0301 \u00e9 \u1e9b\u0323",
+        "ﬁ Å Å ｶﾞ",
+        "नमस्ते क़",
+        "ไทยไม่มีวรรค",
+        "עברית שלום",
+        "日本語、中文。한국어",
+        "🏳️‍🌈👩‍👩‍👧🇩🇪",
+    ),
+    *(
+        "\x00\x01\x7f\x85",
+        "\ufdd0\ufeff\u200b\u2028",
+        "\U0001f9ff\U0010fffd",
+        "İıſK ΑΣ ẞ",
+        "a\u0300\u0301\u0302b",
+        "…—“”’",
+    ),
     'def f(x):\n    return {"a": [1, 2.5, None], \'b\': "\\n"}  # <tag attr="v">\n\n\n\tif x != 3: pass\n',
     '{"name": "run", "arguments": {"cmd": "ls -la /tmp | grep -v \\"x\\" && echo $HOME"}}',
     "https://example.org/a/b?c=d&e=%20f#g  user@host:~$ sudo rm -rf ./*.py >> log 2>&1\n+++ b/x.py\n@@ -1,3 +1,4 @@\n",
@@ -140,6 +157,13 @@ class ControlTokenizer:
             return text
         return self._guarded.sub(lambda m: m.group(1) or GUARD, text)
 
+    def control_spans(self, text: str) -> Iterator[tuple[int, int]]:
+        """(control id, end in ``text``) of every control string of template text, in order."""
+        if self._controls is not None:
+            for found in self._controls.finditer(text):
+                piece = found.group()
+                yield self.control[piece.strip() if piece not in self.control else piece], found.end()
+
     # -- what renderers call -----------------------------------------------------------------------
 
     def encode(self, text: str, add_special_tokens: bool = False, **_: object) -> list[int]:
@@ -213,17 +237,25 @@ class _Bytes(dict[int, bytes]):
 
 def load_tokenizer(path: Path) -> ControlTokenizer:
     """Read ``tokenizer.json`` (or the one in a model directory). Raises ``ConfigError``."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError as error:
-        raise ConfigError("this model family needs `pip install tollway[renderers]`") from error
+    if importlib.util.find_spec("tokenizers") is None:
+        raise ConfigError("this model family needs `pip install tollway[renderers]`")
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
-        backend = Tokenizer.from_file(str(file))
+        changed = file.stat().st_mtime_ns
+        return _read(str(path), str(file), changed)
+    except ConfigError:
+        raise
     except Exception as error:
         # tokenizers raises bare Exception for anything wrong with the file.
         raise ConfigError(f"cannot read tokenizer {file}: {error}; set server.tokenizer") from error
-    return ControlTokenizer(backend, name=str(path))
+
+
+@lru_cache(maxsize=1)
+def _read(name: str, file: str, changed: int) -> ControlTokenizer:
+    """One vocabulary is kept: reading it takes seconds, and a start reads the same one several times."""
+    from tokenizers import Tokenizer
+
+    return ControlTokenizer(Tokenizer.from_file(file), name=name)
 
 
 def _control_pattern(added: Iterable[AddedToken], starts: str) -> re.Pattern[str]:

@@ -285,6 +285,7 @@ class Turns:
             routed_experts_start=start if config.routed_experts else 0,
             return_sampling_mask=config.sampling_masks,
             return_indexer_topk=config.indexer_topk,
+            indexer_topk_start=start if config.indexer_topk else 0,
         )
 
     async def _parse(self, routed: Routed, wish: Wish, prompt_end: Ids) -> ParsedReply:

@@ -302,10 +302,11 @@ class _Parent:
             await asyncio.sleep(0.05)
 
     def _stop(self) -> None:
-        """Every signal goes on to the workers: the second one makes them hurry."""
+        """The first signal goes on to the workers; every later one makes them hurry."""
+        number = signal.SIGINT if self._stopping.is_set() else signal.SIGTERM
         self._stopping.set()
         for worker in self._workers:
-            worker.signal(signal.SIGTERM)
+            worker.signal(number)
 
 
 async def _lines(pipe: asyncio.StreamReader | None) -> AsyncGenerator[list[bytes]]:

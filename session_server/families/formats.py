@@ -17,7 +17,7 @@ from tollway.messages import ToolSpec
 if TYPE_CHECKING:
     from tollway.session_server.request import ToolChoice
 
-__all__ = ["TOOL_FORMATS", "Opening", "ToolFormat", "force_call", "force_content"]
+__all__ = ["TEXT_TOOL_FORMATS", "TOOL_FORMATS", "Opening", "ToolFormat", "force_call", "force_content"]
 
 Opening = Literal["open", "closed", "free"]
 """How a prompt leaves thinking: begun, ended (or not existing), or up to the model."""
@@ -153,6 +153,9 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     "llama-3": LLAMA_3,
 }
 """Format by family name."""
+
+TEXT_TOOL_FORMATS: dict[str, ToolFormat] = {each.name: each for each in (HERMES, QWEN_XML, LLAMA_3)}
+"""Format by the name under which a chat template's calls are read."""
 
 
 def force_call(

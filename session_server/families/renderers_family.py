@@ -19,7 +19,6 @@ from tollway.messages import Message, ToolSpec
 from tollway.records import Ids
 from tollway.session_server.families.base import (
     DEFAULT_OPTIONS,
-    Family,
     ParsedCall,
     ParsedReply,
     PathTail,
@@ -27,13 +26,11 @@ from tollway.session_server.families.base import (
     StreamParser,
     cut_at_stop,
 )
-from tollway.session_server.families.foreign import ForeignText, merge_leading_system, plain_tools
-from tollway.session_server.families.formats import TOOL_FORMATS, Opening, ToolFormat, force_call, force_content
+from tollway.session_server.families.foreign import ForeignText, plain_tools
+from tollway.session_server.families.formats import TOOL_FORMATS
 from tollway.session_server.families.stream import Channel, Markers, PartialReader, PartialReply, ReplyStream
+from tollway.session_server.families.tokenized import TokenizedFamily
 from tollway.session_server.tokens import ControlTokenizer
-
-if typing.TYPE_CHECKING:
-    from tollway.session_server.request import ToolChoice
 
 __all__ = ["Renderer", "RenderersFamily", "ReplyReader"]
 
@@ -86,7 +83,7 @@ class Renderer(typing.Protocol):
         """Ids that end a reply."""
 
 
-class RenderersFamily(Family):
+class RenderersFamily(TokenizedFamily):
     """One renderer, with and without thinking, over one tokenizer."""
 
     def __init__(
@@ -99,35 +96,37 @@ class RenderersFamily(Family):
         guarded: bool = True,
     ) -> None:
         """``guarded``: foreign text reaches the tokenizer through us; else the renderer keeps it apart itself."""
-        self.name = name
-        self.vocab_size = tokenizer.vocab_size
-        self.tokenizer = tokenizer
-        self.tool_format = TOOL_FORMATS.get(name)
+        super().__init__(name, tokenizer, TOOL_FORMATS.get(name))
+        if self.tool_format is None:
+            self.think = _THINK.get(name)
+        self.source = "renderers"
         self.switch = len(renderers) == 2
         self._renderers = renderers
         self._thinking = thinking if thinking in renderers else next(iter(renderers))
         self._foreign = ForeignText(tokenizer.guard if guarded else str)
         self.stop_ids = tuple(self._renderers[self._thinking].get_stop_token_ids())
-        call_end = tokenizer.control.get(self.tool_format.call_end) if self.tool_format is not None else None
-        self.call_end_ids = () if call_end is None else (call_end,)
         self.markers = Markers(text for text in _TEXT_MARKERS if text not in tokenizer.control)
-        self.think = self.tool_format.think if self.tool_format is not None else _THINK.get(name)
         # Gemma's parser takes an open thought back in some replies: it shows once it is closed.
         self.late_thinking = name == "gemma4"
         opens, closes = _HEADERS.get(name, ("", ()))
         self.header = (tokenizer.control.get(opens, -1), frozenset(tokenizer.control.get(text, -1) for text in closes))
         self.probe = tokenizer.encode("x")
         self._strings = {number: text for text, number in tokenizer.control.items()}
-        self._single_system = not self._keeps(["system", "system", "user"])
-        self._late_system = self._keeps(["user", "assistant", "system", "user"])
+        self._learn_roles()
+
+    def shown(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
+        """See ``TokenizedFamily``."""
+        dicts = self._foreign.messages(messages)
+        renderer = self._renderers[self._thinking]
+        return self.tokenizer.decode(
+            renderer.render_ids(dicts, tools=self._foreign.tools(tools), add_generation_prompt=True)
+        )
 
     def render_prompt(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: RenderOptions = DEFAULT_OPTIONS
     ) -> Ids:
         """See ``Family``."""
-        if self._single_system:
-            messages = merge_leading_system(messages)
-        self._check_system(messages[1:])
+        messages = self._accepted(messages)
         renderer = self._renderer(options)
         try:
             ids = renderer.render_ids(
@@ -148,7 +147,7 @@ class RenderersFamily(Family):
         history: Sequence[Message] = (),
     ) -> Ids | None:
         """See ``Family``. The template's last ids decide, so the cost is that of the new messages."""
-        self._check_system(messages)
+        messages = self._accepted(messages, later=True)
         renderer = self._renderer(options)
         prompt, sampled = tail.prompt_end.tolist(), tail.sampled.tolist()
         closing = self._section_close(sampled)
@@ -198,40 +197,9 @@ class RenderersFamily(Family):
         """See ``Family``."""
         return ReplyStream(ReplyReader(self, tools, prompt_end), tuple(stop))
 
-    def token_bytes(self, token: int) -> bytes:
-        """See ``Family``."""
-        return self.tokenizer.token_bytes(token)
-
-    def tool_constraint(
-        self, tools: Sequence[ToolSpec], choice: ToolChoice, *, parallel: bool, prompt_end: Ids | None = None
-    ) -> dict[str, object] | None:
-        """See ``Family``."""
-        if self.tool_format is None:
-            return None
-        opening = self._opening(self.tool_format, prompt_end)
-        return force_call(self.tool_format, tools, choice, parallel=parallel, opening=opening)
-
-    def content_constraint(self, schema: str, *, prompt_end: Ids | None = None) -> dict[str, object]:
-        """See ``Family``."""
-        form = self.tool_format
-        opening: Opening = "closed" if form is None else self._opening(form, prompt_end)
-        return force_content(form, schema, opening=opening)
-
-    def opened(self, prompt_end: list[int]) -> bool:
-        """Whether a prompt ends inside thinking."""
-        return self.think is not None and self.tokenizer.decode(prompt_end[-8:]).rstrip().endswith(self.think[0])
-
     def controls_in(self, ids: list[int]) -> list[str]:
         """Strings of the control ids among ``ids``."""
         return [self._strings[token] for token in self.tokenizer.control_ids.intersection(ids)]
-
-    def _opening(self, form: ToolFormat, prompt_end: Ids | None) -> Opening:
-        if form.think is None or prompt_end is None:
-            return "free"
-        end = prompt_end[-8:].tolist()
-        if self.opened(end):
-            return "open"
-        return "closed" if self.tokenizer.decode(end).rstrip().endswith(form.think[1]) else "free"
 
     def _section_close(self, sampled: list[int]) -> list[int]:
         """What closes the section of calls when generation was stopped at the end of its first call."""
@@ -244,34 +212,6 @@ class RenderersFamily(Family):
         if wanted not in self._renderers:
             raise BadRequest(f"{self.name} has no thinking switch", param="chat_template_kwargs")
         return self._renderers[wanted]
-
-    def _check_system(self, later: Sequence[Message]) -> None:
-        """Templates that drop or refuse a system message behind the first one must not lose it silently."""
-        if self._late_system:
-            return
-        for message in later:
-            if message.role in ("system", "developer"):
-                raise BadRequest(
-                    f"{self.name} takes {message.role} messages at the beginning of a conversation only; "
-                    "send this one as a user message",
-                    param="messages",
-                )
-
-    def _keeps(self, roles: Sequence[str]) -> bool:
-        """Whether the template shows every message of such a conversation, with tools and without."""
-        texts = [f"probe{at}" for at in range(len(roles))]
-        probe: list[dict[str, object]] = [
-            {"role": role, "content": text} for role, text in zip(roles, texts, strict=True)
-        ]
-        renderer = self._renderers[self._thinking]
-        for tools in (None, self._foreign.tools([ToolSpec(name="probe")])):
-            try:
-                shown = self.tokenizer.decode(renderer.render_ids(probe, tools=tools, add_generation_prompt=True))
-            except Exception:  # as in render_prompt
-                return False
-            if not all(text in shown for text in texts):
-                return False
-        return True
 
 
 class ReplyReader(PartialReader):

@@ -15,7 +15,7 @@ from typing import Literal
 
 from tollway.session_server.families.base import ParsedReply, StreamDelta, StreamLedger, StreamParser
 
-__all__ = ["Channel", "Markers", "PartialReply", "PartialReader", "ReplyStream"]
+__all__ = ["Channel", "Markers", "PartialReader", "PartialReply", "ReplyStream"]
 
 
 Channel = Literal["reasoning", "content", "call", "unknown"]

@@ -97,17 +97,31 @@ _KIMI = (
 )
 _LAGUNA = ("〈|EOS|〉", "<assistant>", "</assistant>")
 _HY3 = (
-    *("<｜hy_begin_of_sentence{}｜>", "<｜hy_eos{}｜>", "<｜hy_User{}｜>", "<｜hy_Assistant{}｜>", "<｜reasoning_mode{}｜>"),
-    *("<think{}>", "</think{}>", "<tool_calls{}>", "</tool_calls{}>", "<tool_call{}>", "</tool_call{}>"),
-    *("<tool_sep{}>", "<arg_key{}>", "</arg_key{}>", "<arg_value{}>", "</arg_value{}>", "<tool_responses{}>"),
-    *("</tool_responses{}>", "<tool_response{}>", "</tool_response{}>"),
+    *(
+        "<｜hy_begin_of_sentence{}｜>",
+        "<｜hy_eos{}｜>",
+        "<｜hy_User{}｜>",
+        "<｜hy_Assistant{}｜>",
+        "<｜reasoning_mode{}｜>",
+    ),
+    *("<think{}>", "</think{}>", "<tool_calls{}>", "</tool_calls{}>", "<tool_call{}>"),
+    *("</tool_call{}>", "<tool_sep{}>", "<arg_key{}>", "</arg_key{}>", "<arg_value{}>", "</arg_value{}>"),
+    *("<tool_responses{}>", "</tool_responses{}>", "<tool_response{}>", "</tool_response{}>"),
 )
 CONTROL_STRINGS: dict[str, tuple[str, ...]] = {
     "deepseek-r1": _DEEPSEEK_V3,
     "deepseek-v3": _DEEPSEEK_V3,
     "deepseek-v4": (
         *("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"),
-        *("｜DSML｜", "<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜title｜>", "<｜read_url｜>"),
+        *(
+            "｜DSML｜",
+            "<｜action｜>",
+            "<｜query｜>",
+            "<｜authority｜>",
+            "<｜domain｜>",
+            "<｜title｜>",
+            "<｜read_url｜>",
+        ),
     ),
     "gemma4": (
         *("<bos>", "<eos>", "<|turn>", "<turn|>", "<|channel>", "<channel|>", "<|think|>", "<|tool>", "<tool|>"),

@@ -370,6 +370,8 @@ async def test_a_stop_lets_turns_end_or_says_that_it_did_not(tmp_path: Path, wha
         while engine.in_flight < 4:
             await asyncio.sleep(0.01)
         running.process.send_signal(signal.SIGTERM)
+        for pid in running.workers().values():  # as a service manager does that signals a whole group
+            os.kill(pid, signal.SIGTERM)
         if what == "a second signal":
             await running.told("Shutting down", 2)
             running.process.send_signal(signal.SIGTERM)

@@ -31,6 +31,8 @@ import session_load as load
 from tollway.session_server.columns import unpack_rows
 
 TOOL_CHARS = 4000
+TURN_TOKENS, TOOLS_TOKENS = 1250, 800
+"""About what a turn adds, and what stands before the first message."""
 ROUTED_AT = 34_000
 
 
@@ -49,12 +51,12 @@ class Cost:
         return self.server_ms - self.through_ms
 
 
-async def talks_at(http: aiohttp.ClientSession, url: str, context: int, count: int) -> list[load.Talk]:
-    """Conversations whose next prompts have about ``context`` tokens."""
+async def talks_at(http: aiohttp.ClientSession, url: str, context: int, count: int, turns: int) -> list[load.Talk]:
+    """Conversations whose next ``turns`` prompts have ``context`` tokens on average."""
     out = []
     for at in range(count):
         talk = load.Talk(http, url, load.Texts(context * 1000 + at))
-        await talk.open(load.chars_for(context - 2200))
+        await talk.open(load.chars_for(max(100, context - TOOLS_TOKENS - TURN_TOKENS * (1 + (turns - 1) / 2))))
         await talk.turn(TOOL_CHARS)
         out.append(talk)
     return out
@@ -112,9 +114,9 @@ async def costs(contexts: list[int], *, layers: int, sessions: int, turns: int) 
             timeout = aiohttp.ClientTimeout(total=600)
             async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
                 # Imports, first encodings and the engine's confirmation are not of a turn.
-                await server_cost(server, await talks_at(http, server.url, 8000, 2), 3)
+                await server_cost(server, await talks_at(http, server.url, 8000, 2, 3), 3)
                 for context in contexts:
-                    talks = await talks_at(http, server.url, context, sessions)
+                    talks = await talks_at(http, server.url, context, sessions, turns)
                     used = await server_cost(server, talks, turns)
                     cost = await through_cost(folder, http, engine, talks[-1], max(10, turns * sessions // 4))
                     cost.server_ms = used
@@ -188,11 +190,19 @@ def pass_through(port: int, engine_url: str, body_file: str) -> None:
     load.serve_app(app, port)
 
 
+def median_cost(costs: list[Cost]) -> Cost:
+    """The costs of several rounds as one."""
+    first = costs[0]
+    server = statistics.median(cost.server_ms for cost in costs)
+    through = statistics.median(cost.through_ms for cost in costs)
+    return Cost(first.context, server, through, first.body_kb, first.reply_kb)
+
+
 def main() -> None:
     """Run it all and print one table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=8, help="conversations side by side")
-    parser.add_argument("--turns", type=int, default=6, help="measured turns of each")
+    parser.add_argument("--sessions", type=int, default=16, help="conversations side by side")
+    parser.add_argument("--turns", type=int, default=2, help="measured turns of each")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of the main figure and of its floor")
     parser.add_argument("--pass-through", nargs=3, metavar=("PORT", "ENGINE", "BODY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -201,25 +211,28 @@ def main() -> None:
         pass_through(int(port), engine, body)
         return
     started = time.time()
-    plain, export = asyncio.run(
-        costs([4000, ROUTED_AT, 128_000], layers=0, sessions=arguments.sessions, turns=arguments.turns)
-    )
-    routed, floors = [], []
+    runs, floors, exports = [], [], []
     for _ in range(arguments.rounds):
-        (cost,), _ = asyncio.run(costs([ROUTED_AT], layers=load.LAYERS_1MB, sessions=4, turns=arguments.turns))
-        routed.append(cost)
-        floors.append(floor(load.LAYERS_1MB, 4 * arguments.turns))
-    (wide,), export_routes = asyncio.run(costs([ROUTED_AT], layers=load.LAYERS, sessions=4, turns=arguments.turns))
-    wide_floor = floor(load.LAYERS, 4 * arguments.turns)
+        found, export = asyncio.run(
+            costs([4000, ROUTED_AT, 128_000], layers=0, sessions=arguments.sessions, turns=arguments.turns)
+        )
+        routed, _ = asyncio.run(
+            costs([ROUTED_AT], layers=load.LAYERS_1MB, sessions=arguments.sessions // 2, turns=arguments.turns)
+        )
+        runs.append([*found, *routed])
+        exports.append(export)
+        floors.append(floor(load.LAYERS_1MB, arguments.sessions * arguments.turns))
+    wide, export_routes = asyncio.run(costs([ROUTED_AT], layers=load.LAYERS, sessions=4, turns=arguments.turns))
+    wide_floor = floor(load.LAYERS, arguments.sessions)
+    small, plain, large, routed_cost = (median_cost([run[at] for run in runs]) for at in range(4))
     print(f"{'context':>9} {'body kB':>8} {'reply kB':>9} {'server ms':>10} {'pass-through':>13} {'application':>12}")
-    for kind, cost in [*(("", c) for c in plain), *(("routes", c) for c in [*routed, wide])]:
+    for cost in [cost for run in runs for cost in run] + wide:
         print(
             f"{cost.context:>9,} {cost.body_kb:>8.0f} {cost.reply_kb:>9.0f} {cost.server_ms:>10.2f} "
-            f"{cost.through_ms:>13.2f} {cost.application_ms:>12.2f} {kind}"
+            f"{cost.through_ms:>13.2f} {cost.application_ms:>12.2f}"
         )
-    main_ms, floor_ms = statistics.median(c.server_ms for c in routed), statistics.median(floors)
-    print(f"floor with routes: {', '.join(f'{each:.2f}' for each in floors)} ms; {time.time() - started:.0f} s in all")
-    small, _, large = plain
+    main_ms, floor_ms = routed_cost.server_ms, statistics.median(floors)
+    print(f"floors with routes: {', '.join(f'{each:.2f}' for each in floors)} ms; {time.time() - started:.0f} s in all")
     line = {
         "cpu_ms_turn": round(main_ms, 2),
         "floor_ms": round(floor_ms, 2),
@@ -227,12 +240,12 @@ def main() -> None:
         "ratio_128k_4k": round(large.application_ms / small.application_ms, 2),
         "ratio_128k_4k_total": round(large.server_ms / small.server_ms, 2),
         "ms_128k": round(large.server_ms, 2),
-        "export_ms": round(export, 1),
-        "cpu_ms_turn_480b": round(wide.server_ms, 2),
-        "ratio_to_floor_480b": round(wide.server_ms / wide_floor, 2),
+        "export_ms": round(statistics.median(exports), 1),
+        "cpu_ms_turn_480b": round(wide[0].server_ms, 2),
+        "ratio_to_floor_480b": round(wide[0].server_ms / wide_floor, 2),
         "export_ms_480b": round(export_routes, 1),
-        "cpu_ms_turn_without_routes": round(plain[1].server_ms, 2),
-        "spread": [round(min(c.server_ms for c in routed), 2), round(max(c.server_ms for c in routed), 2)],
+        "cpu_ms_turn_without_routes": round(plain.server_ms, 2),
+        "spread": [round(pick(run[3].server_ms for run in runs), 2) for pick in (min, max)],
     }
     print(json.dumps(line))
 

@@ -114,9 +114,8 @@ class Engine:
             for ids in replies
         ]
         self._next = itertools.cycle(range(len(replies)))
-        self._routes = (
-            rng.integers(0, 128, 4096 * LAYERS * EXPERTS_PER_TOKEN, dtype=np.int32).tobytes() if routes else b""
-        )
+        self._layers = layers
+        self._routes = rng.integers(0, 128, 4096 * layers * EXPERTS_PER_TOKEN, dtype=np.int32).tobytes()
         self.last_body = b""
         self.last_reply = b""
 

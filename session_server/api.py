@@ -68,7 +68,7 @@ class TurnApi:
         if parts is None:
             return
         body = Body(parts)
-        key = header(headers, b"idempotency-key")
+        key = header(headers, b"idempotency-key") or None
         retry = (header(headers, b"x-stainless-retry-count") or "0") != "0"
         digest = body.digest()
         call = session.calls.find(digest, key=key, retry=retry)
@@ -77,7 +77,7 @@ class TurnApi:
             call = await self._kept(session, digest, key) or session.calls.find(digest, key=key, retry=retry)
         if call is None:
             names = ReplyNames(dialect.id_prefix + fresh(), int(time.time()))
-            asked = await self._conversations.read(session, dialect, body, reply_id=names.reply_id, key=key)
+            asked = await self._read(session, dialect, body, reply_id=names.reply_id, key=key)
             call = Call(digest, key, asked.wish.stream)
             session.calls.start(call, self._produce(_Job(session, dialect, asked, call, names)))
         call.clients += 1
@@ -90,8 +90,20 @@ class TurnApi:
         """How many tokens the prompt of a request has. Raises as ``handle``."""
         parts = await read_parts(receive, self._config.max_body_bytes)
         if parts is not None:
-            asked = await self._conversations.read(session, dialect, Body(parts), reply_id="", key=None)
+            asked = await self._read(session, dialect, Body(parts))
             await send_reply(send, 200, count_reply(await self._turns.count(session, asked)))
+
+    async def _read(
+        self, session: Session, dialect: Dialect, body: Body, *, reply_id: str = "", key: str | None = None
+    ) -> Asked:
+        try:
+            return await self._conversations.read(session, dialect, body, reply_id=reply_id, key=key)
+        except TollwayError:
+            raise
+        except Exception as error:
+            # The boundary of the server, as in ``_produce``.
+            logger.exception("a request could not be read")
+            raise TollwayError("internal error; the server log has the traceback") from error
 
     # -- producing ---------------------------------------------------------------------------------
 

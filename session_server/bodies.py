@@ -29,6 +29,9 @@ __all__ = ["Body", "Matched", "Memo", "Reading", "match", "read", "remember"]
 
 _WHITE = b" \t\r\n"
 _PROBE = 48
+_DEEPEST = 240
+"""Levels of nesting that a body may have: JSON writers stop at 254, and some of it is echoed inside a reply."""
+_WRITTEN = 254
 _MARKS = 6
 """Ends of list items that are remembered: harnesses rewrite their last messages (cache marks move), not old ones."""
 
@@ -253,10 +256,10 @@ def _same_tail(body: Body, memo: Memo, at: int) -> Reading | None:
         return None
     listed = b"[" + stripped[1:] + b"]"
     try:
-        items, raws = orjson.loads(listed), _ITEMS.decode(listed)
+        items, raws = _parsed(listed), _ITEMS.decode(listed)
     except (orjson.JSONDecodeError, msgspec.MsgspecError):
         return None
-    if not items or len(items) != len(raws):
+    if not isinstance(items, list) or not items or len(items) != len(raws):
         return None
     ends = [mark.offset + end for end in _ends(added, 0, raws)]
     return Reading(memo.wish, items, mark, memo, kept, memo.opening, ends)
@@ -318,7 +321,7 @@ def _located(body: bytes, name: str, count: int) -> tuple[int, Sequence[int]]:
     """(offset inside the list, end of each item); no ends when the list cannot be found for certain."""
     try:
         raws = _LISTS[name](body)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         return 0, ()
     if len(raws) != count:
         return 0, ()
@@ -351,9 +354,24 @@ def _address(data: object) -> int:
 
 def _object(body: bytes) -> dict[str, object]:
     try:
-        raw = orjson.loads(body)
+        raw = _parsed(body)
     except orjson.JSONDecodeError as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from None
     if not isinstance(raw, dict):
         raise BadRequest(f"the body is a JSON {type(raw).__name__}, want an object")
     return raw
+
+
+def _parsed(data: bytes) -> object:
+    """A JSON value that everything behind can walk, compare, show and write. Raises ``BadRequest`` when too deep."""
+    value: object = orjson.loads(data)
+    # Counting costs next to nothing, and few bodies have as many brackets.
+    if data.count(b"[") + data.count(b"{") > _DEEPEST:
+        wrapped = value
+        for _ in range(_WRITTEN - _DEEPEST):
+            wrapped = [wrapped]
+        try:
+            orjson.dumps(wrapped)
+        except orjson.JSONEncodeError:
+            raise BadRequest(f"the body is nested deeper than {_DEEPEST} levels") from None
+    return value

@@ -101,7 +101,7 @@ class FakeServer:
         await self.gateway.start()
         if self._own_engines:
             await self.gateway.router.fleet.wait_serving(_JOIN_S, len(self.engines))
-        listener = socket.socket()
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         settings = uvicorn.Config(

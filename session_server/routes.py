@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import orjson
 from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tollway.errors import BadRequest, NotFound
 from tollway.router.fleet import Engine
@@ -45,11 +45,21 @@ class SamplingBody(_Body):
 
     temperature: float | None = Field(default=None, ge=0.0, le=100.0)
     top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    top_k: int | None = Field(default=None, ge=-1)
-    max_new_tokens: int | None = Field(default=None, ge=1)
-    seed: int | None = None
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
+    top_k: int | None = Field(default=None, ge=-1, le=2**31 - 1)
+    """-1 and 0 keep the whole vocabulary."""
+    min_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    frequency_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    presence_penalty: float | None = Field(default=None, ge=-2.0, le=2.0)
+    repetition_penalty: float | None = Field(default=None, gt=0.0, le=2.0)
+    max_new_tokens: int | None = Field(default=None, ge=1, le=2**31 - 1)
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(default=[], max_length=32)
+    stop_token_ids: list[Annotated[int, Field(ge=0, le=2**31 - 1)]] = []
+
+    @field_validator("top_k")
+    @classmethod
+    def _whole_vocabulary(cls, value: int | None) -> int | None:
+        return -1 if value == 0 else value
 
 
 class CreateBody(_Body):

@@ -6,7 +6,7 @@ Refuses by name what cannot be honoured. Pure over its arguments; depends on the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from tollway.errors import BadRequest, ContextLengthExceeded
 from tollway.records import Ids, Sampling
@@ -17,6 +17,12 @@ from tollway.session_server.request import Wish
 from tollway.session_server.session import Session
 
 __all__ = ["sampling_of"]
+
+_DISTRIBUTION = (
+    *("temperature", "top_p", "top_k", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+"""What shapes the distribution: a session that sets one of them keeps it, whatever a harness asks for."""
 
 
 def sampling_of(
@@ -32,14 +38,11 @@ def sampling_of(
     """Sampling of one call. Raises ``BadRequest`` and ``ContextLengthExceeded``."""
     own = session.settings.sampling
     base = session.sampling()
-    used: dict[str, float | int] = {}
-    for name in ("temperature", "top_p", "top_k"):
+    used: dict[str, Any] = {}  # fields of Sampling by name
+    for name in _DISTRIBUTION:
         asked, fixed = getattr(wish, name), getattr(base, name)
-        if asked is None or name in own:
-            used[name] = fixed
-            session.sampling_overridden += int(asked is not None and asked != fixed)
-        else:
-            used[name] = asked
+        used[name] = fixed if asked is None or name in own else asked
+        session.sampling_overridden += int(asked is not None and asked != used[name])
     limit = config.context_length or router.context_length()
     room = limit - prompt_tokens if limit is not None else None
     if limit is not None and room is not None and room < 1:
@@ -51,13 +54,7 @@ def sampling_of(
         raise BadRequest("the engine does not say how long its context is; send max_tokens", param="max_tokens")
     stops = (*family.stop_ids, *base.stop_token_ids, *_single_call(wish, family))
     return Sampling(
-        temperature=used["temperature"],
-        top_p=used["top_p"],
-        top_k=int(used["top_k"]),
-        min_p=wish.min_p,
-        frequency_penalty=wish.frequency_penalty,
-        presence_penalty=wish.presence_penalty,
-        repetition_penalty=wish.repetition_penalty,
+        **used,
         logit_bias=_bias(wish, family),
         max_new_tokens=min(known),
         seed=wish.seed if wish.seed is not None else base.seed,

@@ -145,6 +145,10 @@ class ControlTokenizer:
         """The first of ``texts`` on which the encoder in use and ``tokenizers`` differ."""
         return self.first_difference(self._encode_piece, texts)
 
+    def decodes_as_the_library(self, ids: Sequence[int]) -> bool:
+        """Whether ``decode`` gives what ``tokenizers`` gives."""
+        return self.decode(ids) == self._whole.decode(list(ids), skip_special_tokens=False)
+
     def guard(self, text: str) -> str:
         """Foreign text in the form that ``encode`` never reads a control id from."""
         if self._foreign is None or (GUARD not in text and not any(start in text for start in self._starts)):

@@ -40,6 +40,7 @@ _TAIL = 64
 _OFF_LOOP_CHARS = 16_384
 """Rendering more text than this takes over a millisecond and leaves the event loop."""
 _OFF_LOOP_IDS = 4_096
+_PADDING = 1024
 _BREAKS = ("edited", "tools_changed", "rerendered")
 """Reasons of roots that replace a conversation: what they share with it could still be cached."""
 Outcomes = tuple[TurnOutcome, ...]
@@ -234,6 +235,7 @@ class Turns:
                         routed = item
         if routed is None or not routed.reply.output_ids.size:
             raise UpstreamError("the engine ended without a token")
+        self._check_ids(routed.reply.output_ids)
         choice.routed = routed
         choice.parsed = await self._parse(routed, wish, plan.prompt_end)
         if parser is not None:
@@ -287,6 +289,15 @@ class Turns:
             return_indexer_topk=config.indexer_topk,
             indexer_topk_start=start if config.indexer_topk else 0,
         )
+
+    def _check_ids(self, ids: Ids) -> None:
+        # Models pad their vocabulary to round sizes and may sample such an id; the tokenizer does not know how many.
+        limit = -(-self._family.vocab_size // _PADDING) * _PADDING
+        if (largest := int(ids.max())) >= limit:
+            raise UpstreamError(
+                f"engine sampled id {largest}, family {self._family.name} has {self._family.vocab_size}; "
+                "server.family and server.tokenizer must be those of the engine's model"
+            )
 
     async def _parse(self, routed: Routed, wish: Wish, prompt_end: Ids) -> ParsedReply:
         reply = routed.reply

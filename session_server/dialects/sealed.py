@@ -8,7 +8,6 @@ branch like any other edit. Pure functions; depends on xxhash.
 from __future__ import annotations
 
 import base64
-import binascii
 
 import xxhash
 
@@ -33,7 +32,7 @@ def unseal(value: object) -> str | None:
         return None
     try:
         return base64.b64decode(value[len(_MARK) :], validate=True).decode()
-    except (binascii.Error, UnicodeDecodeError):
+    except ValueError:  # not base64, not ASCII, or not UTF-8 inside
         return None
 
 

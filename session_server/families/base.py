@@ -10,6 +10,7 @@ whole reply, and after ``finish`` it is all of it.
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,7 +35,9 @@ __all__ = [
     "StreamDelta",
     "StreamLedger",
     "StreamParser",
+    "arguments_text",
     "cut_at_stop",
+    "encodes",
     "stable_text",
 ]
 
@@ -205,6 +208,27 @@ class StreamLedger:
             return [StreamDelta(reasoning=text)]
         self.content += text
         return [StreamDelta(content=text)]
+
+
+def arguments_text(value: object) -> str:
+    r"""JSON text of a call's arguments as the model's text said them.
+
+    Half a surrogate pair, which JSON can spell and UTF-8 cannot hold, stays spelled.
+
+    >>> arguments_text({"a": "\ud83d"})
+    '{"a": "\\ud83d"}'
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text.isascii() or encodes(text) else json.dumps(value)
+
+
+def encodes(text: str) -> bool:
+    """Whether UTF-8 can hold a text: half a surrogate pair it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def cut_at_stop(text: str, stop: str | None) -> str:

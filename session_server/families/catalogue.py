@@ -44,7 +44,9 @@ def thinking_switch(name: str, kind: typing.Any) -> dict[bool, dict[str, object]
     if name in _EFFORTS:
         on, off = _EFFORTS[name]
         return {True: {"reasoning_effort": on}, False: {"reasoning_effort": off}}
-    field = next((field for field in ("enable_thinking", "thinking") if field in kind.model_fields), None)
+    # A field that the template does not know changes nothing.
+    known = kind.template_field_names()
+    field = next((field for field in ("enable_thinking", "thinking") if field in known), None)
     return None if field is None else {wanted: {field: wanted} for wanted in (True, False)}
 
 

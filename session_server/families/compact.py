@@ -29,7 +29,9 @@ from tollway.session_server.families.base import (
     RenderOptions,
     StreamDelta,
     StreamParser,
+    arguments_text,
     cut_at_stop,
+    encodes,
     stable_text,
 )
 
@@ -194,7 +196,7 @@ def _values(name: str, arguments: str, tools: Sequence[ToolSpec]) -> Iterable[st
 
 
 def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) and encodes(value) else arguments_text(value)
 
 
 def _parse_calls(ids: list[int], tools: Sequence[ToolSpec]) -> tuple[ParsedCall, ...] | None:
@@ -228,7 +230,7 @@ def _parse_calls(ids: list[int], tools: Sequence[ToolSpec]) -> tuple[ParsedCall,
                 arguments[key] = json.loads(text, parse_constant=_refuse)
             except (ValueError, RecursionError):
                 return None
-        calls.append(ParsedCall(name, json.dumps(arguments, ensure_ascii=False)))
+        calls.append(ParsedCall(name, arguments_text(arguments)))
     return tuple(calls)
 
 

@@ -7,7 +7,6 @@ imported on first use, it takes seconds. Depends on ``renderers``, ``foreign``, 
 
 from __future__ import annotations
 
-import json
 import logging
 import typing
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from tollway.session_server.families.base import (
     PathTail,
     RenderOptions,
     StreamParser,
+    arguments_text,
     cut_at_stop,
 )
 from tollway.session_server.families.foreign import ForeignText, plain_tools
@@ -52,6 +52,10 @@ _HEADERS: dict[str, tuple[str, tuple[str, ...]]] = {
 """What opens and what closes the header of a part of a reply."""
 _REOPENS = {"gemma4": "<|channel>", "inkling": "<|content_thinking|>"}
 """What may begin thinking again behind an answer, where the parser then forgets the answer."""
+_OPENS_NEXT = {"<|user|>": "user", "<|observation|>": "tool"}
+"""Ids that end a reply by opening the next turn, and the role of that turn."""
+_AFTER_END = {"laguna-m.1": "\n", "laguna-xs.2": "\n"}
+"""What stands behind ``</assistant>`` in the template and is missing in the library's extensions."""
 _DSML_RESULTS = "</tool_result>\n\n<tool_result>"
 """What DeepSeek-V4's template writes between two tool results."""
 
@@ -112,6 +116,7 @@ class RenderersFamily(TokenizedFamily):
         self.header = (tokenizer.control.get(opens, -1), frozenset(tokenizer.control.get(text, -1) for text in closes))
         self.probe = tokenizer.encode("x")
         self._strings = {number: text for text, number in tokenizer.control.items()}
+        self._after_end = tokenizer.encode(_AFTER_END.get(name, ""))
         self._learn_roles()
 
     def shown(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
@@ -150,6 +155,10 @@ class RenderersFamily(TokenizedFamily):
         messages = self._accepted(messages, later=True)
         renderer = self._renderer(options)
         prompt, sampled = tail.prompt_end.tolist(), tail.sampled.tolist()
+        expected = _OPENS_NEXT.get(self._strings.get(sampled[-1], "")) if sampled else None
+        if expected is not None and messages and messages[0].role != expected:
+            # The reply ended by opening a turn that does not come: in this context the id would be wrong.
+            return None
         closing = self._section_close(sampled)
         try:
             dicts = self._foreign.messages(messages)
@@ -165,7 +174,11 @@ class RenderersFamily(TokenizedFamily):
             # As in render_prompt; a whole render will say whether the messages are to blame.
             logger.info("%s cannot extend: %s", self.name, error)
             return None
-        return None if added is None else np.array([*closing, *added], np.int32)
+        if added is None:
+            return None
+        if sampled and self._strings.get(sampled[-1]) == "</assistant>":
+            closing = self._after_end
+        return np.array([*closing, *added], np.int32)
 
     def _bridge(
         self,
@@ -197,6 +210,16 @@ class RenderersFamily(TokenizedFamily):
         """See ``Family``."""
         return ReplyStream(ReplyReader(self, tools, prompt_end), tuple(stop))
 
+    def renderer_for(self, prompt_end: list[int], ids: list[int]) -> Renderer:
+        """The renderer whose mode a reply is in: some take every reply for thinking when theirs is on."""
+        if not self.switch or self.think is None:
+            return self._renderers[self._thinking]
+        if self.opened(prompt_end):
+            return self._renderers[True]
+        begin = self.tokenizer.control.get(self.think[0])
+        first = next((token for token in ids if self.token_bytes(token).strip()), None)
+        return self._renderers[begin is None or first == begin]
+
     def controls_in(self, ids: list[int]) -> list[str]:
         """Strings of the control ids among ``ids``."""
         return [self._strings[token] for token in self.tokenizer.control_ids.intersection(ids)]
@@ -219,7 +242,6 @@ class ReplyReader(PartialReader):
 
     def __init__(self, family: RenderersFamily, tools: Sequence[ToolSpec], prompt_end: Ids) -> None:
         self._family = family
-        self._renderer = family._renderers[family._thinking]
         self._tools = plain_tools(tools)
         self._names = {tool.name for tool in tools}
         self._prompt_end: list[int] = prompt_end.tolist()
@@ -268,6 +290,8 @@ class ReplyReader(PartialReader):
             channel = _channel(parsed)
         if parsed.reasoning_complete is False and self._family.late_thinking:
             return PartialReply(ParsedReply(), "unknown")
+        if parsed.reasoning_complete is False and content:
+            reasoning = ""  # it began again behind an answer: a matter of the verdict on the whole
         if parsed.tool_calls and self._may_still_think(ids, parsed.reasoning_content):
             return PartialReply(ParsedReply(reasoning=_stripped(reasoning)), "unknown")
         calls = tuple(call for attempt in parsed.tool_calls if (call := self._call(attempt)) is not None)
@@ -279,12 +303,13 @@ class ReplyReader(PartialReader):
             # Its parser drops whatever stands before a header that a model may write itself.
             ids = [token for token in ids if token != family.tokenizer.control.get("<|end_header_id|>")]
         try:
-            parsed = self._renderer.parse_response(ids, tools=self._tools, prompt_ids=self._prompt_end)
+            renderer = family.renderer_for(self._prompt_end, ids)
+            parsed = renderer.parse_response(ids, tools=self._tools, prompt_ids=self._prompt_end)
             reopens = family.tokenizer.control.get(_REOPENS.get(family.name, ""))
             at = len(ids)
             while parsed.reasoning_complete is False and reopens in ids[:at]:
                 at -= 1 + ids[:at][::-1].index(reopens)
-                earlier = self._renderer.parse_response(ids[:at], tools=self._tools, prompt_ids=self._prompt_end)
+                earlier = renderer.parse_response(ids[:at], tools=self._tools, prompt_ids=self._prompt_end)
                 if earlier.reasoning_complete and (earlier.content or earlier.tool_calls):
                     earlier.reasoning_content, earlier.reasoning_complete = parsed.reasoning_content, False
                     return earlier
@@ -300,7 +325,7 @@ class ReplyReader(PartialReader):
             return None
         arguments = attempt.arguments
         if isinstance(arguments, dict):
-            arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = arguments_text(arguments)
         return ParsedCall(attempt.name, arguments) if isinstance(arguments, str) else None
 
     def _before_end(self, ids: list[int]) -> list[int]:

@@ -126,10 +126,9 @@ class ReplyStream(StreamParser):
         self._next = len(self._ids) + max(1, len(self._ids) // 16)
         partial = self._reader.read(self._ids)
         reply = partial.reply
+        content, calls = self._shown(reply.content), reply.calls
         if self._reader.waits(reply.content):
-            content, calls = "", ()
-        else:
-            content, calls = self._shown(reply.content), reply.calls
+            content, calls = "", calls[:0]
         reasoning = reply.reasoning
         if not content and not calls:
             reasoning = (reasoning or "")[: self._settled(reasoning)]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tollway.messages import ToolSpec
-from tollway.session_server.families.base import ParsedCall, ParsedReply
+from tollway.session_server.families.base import ParsedCall, ParsedReply, arguments_text
 from tollway.session_server.families.stream import Channel, Markers, PartialReader, PartialReply
 from tollway.session_server.tokens import GUARD, ControlTokenizer
 
@@ -100,7 +100,7 @@ def _typed(text: str, schema: object) -> object:
 
 
 def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return arguments_text(value)
 
 
 TEXT_FORMATS = {
@@ -133,9 +133,9 @@ class TextReader(PartialReader):
         self._form = form if tools else None
         self._schemas = {tool.name: _properties(tool) for tool in tools}
         self._thinks, self._opened = thinks, opened
-        words = ("<think>", "</think>") if thinks else ()
+        words = ["<think>", "</think>"] if thinks else []
         if self._form is not None:
-            words += tuple(word for word in (self._form.begin, self._form.end) if word)
+            words += [word for word in (self._form.begin, self._form.end) if word]
         self._words = [word for word in words if word in tokenizer.control]
         self.markers = Markers(word for word in words if word not in tokenizer.control)
         self.control_ids = tokenizer.control_ids

@@ -79,8 +79,14 @@ class TokenizedFamily(Family):
     def _learn_roles(self) -> None:
         """Try what the template does with system messages; called once it can render."""
         self._takes_system = self._keeps("system", "user")
-        self._late_system = self._keeps("user", "assistant", "system", "user")
+        self._late_system = self._keeps("user", "assistant", "system", "user") and self._opens_behind_system()
         self._single_system = not self._keeps("system", "system", "user")
+
+    def _opens_behind_system(self) -> bool:
+        """Whether a prompt that ends with a system message still opens the reply."""
+        asked = [Message(role="user", content="probe0"), Message(role="assistant", content="probe1")]
+        ends = [self.shown([*asked, Message(role=role, content="probe2")], ()) for role in ("user", "system")]  # type: ignore[arg-type]
+        return ends[0].rpartition("probe2")[2][-8:] == ends[1].rpartition("probe2")[2][-8:]
 
     def _accepted(self, messages: Sequence[Message], *, later: bool = False) -> Sequence[Message]:
         """Messages in a form that the template loses none of; ``later``: earlier ones stand before them.

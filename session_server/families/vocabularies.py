@@ -227,8 +227,8 @@ def byte_level(
 def _from_ranks(file: Path, source: _Source) -> Tokenizer:
     ranks: dict[bytes, int] = {}
     for line in file.read_bytes().splitlines():
-        token, rank = line.split()
-        ranks[base64.b64decode(token)] = int(rank)
+        encoded, number = line.split()
+        ranks[base64.b64decode(encoded)] = int(number)
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table = {byte: chr(byte) for byte in shown}
     table |= {byte: chr(256 + at) for at, byte in enumerate(byte for byte in range(256) if byte not in table)}

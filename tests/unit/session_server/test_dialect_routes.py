@@ -338,3 +338,48 @@ async def test_branches_are_counted_by_reason(server: FakeServer) -> None:
 
 def counted(metrics: str, name: str) -> float:
     return next((float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name)), 0.0)
+
+
+async def test_ids_that_no_vocabulary_has_are_no_turn(server: FakeServer) -> None:
+    session = await server.client.create()
+    server.engine.script = say([300_000, 261], [104, 271, 261])
+    status, value = await post(server, session, {"messages": [user("a")]})
+    assert (status, value["error"]["code"]) == (502, "upstream_error")
+    assert "300000" in value["error"]["message"]
+    # One of the padding of a model's vocabulary can be sampled and is kept.
+    status, _ = await post(server, session, {"messages": [user("a")]})
+    assert status == 200
+    (row,) = await rows(server, session)
+    assert row.token_ids[-3:].tolist() == [104, 271, 261]
+
+
+async def test_an_empty_key_is_none(server: FakeServer) -> None:
+    session = await server.client.create()
+    for text_ in ("a", "b"):
+        status, _ = await post(server, session, {"messages": [user(text_)]}, {"idempotency-key": ""})
+        assert status == 200
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [{"stop": [""]}, {"stop_token_ids": [-1]}, {"top_k": -2}, {"seed": 2**64}, {"min_p": 2}, {"max_new_tokens": 2**31}],
+)
+async def test_sampling_that_no_engine_takes_opens_no_session(server: FakeServer, sampling: dict[str, Any]) -> None:
+    headers = {"authorization": f"Bearer {server.admin_key}"}
+    async with server.http.post(f"{server.url}/sessions", json={"sampling": sampling}, headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["param"].startswith(f"sampling.{next(iter(sampling))}")
+
+
+async def test_a_session_keeps_the_distribution_that_it_was_given(server: FakeServer) -> None:
+    headers = {"authorization": f"Bearer {server.admin_key}"}
+    fixed = {"top_k": 0, "min_p": 0.25, "presence_penalty": 0.5}
+    async with server.http.post(f"{server.url}/sessions", json={"sampling": fixed}, headers=headers) as response:
+        opened = await response.json()
+    session = Session(**opened)
+    status, _ = await post(server, session, {"messages": [user("a")], "top_k": 5, "min_p": 0.5, "temperature": 0.5})
+    assert status == 200
+    params: Any = server.engine.requests[0].body["sampling_params"]
+    assert [params[name] for name in ("top_k", "min_p", "presence_penalty", "temperature")] == [-1, 0.25, 0.5, 0.5]
+    shown = await server.client.session(session.session_id)
+    assert shown["sampling_overridden"] == 2

@@ -11,6 +11,7 @@ import asyncio
 import base64
 import logging
 import re
+import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Timeouts:
     call_s: float = 3600.0
     """Whole generation call."""
     progress_s: float = 600.0
-    """Longest silence inside a stream."""
+    """Longest time without a token inside a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class EngineClient:
             async with self._post_call(call, self._stream_timeout) as response:
                 if response.status != 200:
                     raise self._refusal(call, response.status, await response.read())
+                progressed = time.monotonic()
                 async for events in event_batches(response):
                     for data in assembly.worth_reading(events):
                         event = assembly.read(data)
@@ -187,6 +189,10 @@ class EngineClient:
                         delta = assembly.add(event)
                         if delta is not None:
                             yield delta
+                            progressed = time.monotonic()
+                    # Bytes keep the socket's own deadline away; without a token among them they are no progress.
+                    if time.monotonic() - progressed > self.timeouts.progress_s:
+                        raise TimeoutError(f"no token for {self.timeouts.progress_s:g} s")
             if assembly.last is None or meta_of(assembly.last).get("finish_reason") is None:
                 raise EngineLost(f"engine {self.url} closed the stream of {call.rid} before its end")
             done = True
@@ -332,7 +338,14 @@ class EngineClient:
         self, call: GenerateCall, timeout: aiohttp.ClientTimeout
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers = {"content-type": "application/json", "X-SMG-Routing-Key": call.routing_key}
-        return self._http.post(f"{self.url}/generate", data=_Body(encode_call(call)), headers=headers, timeout=timeout)
+        # A redirect would send the call a second time, or to a stranger.
+        return self._http.post(
+            f"{self.url}/generate",
+            data=_Body(encode_call(call)),
+            headers=headers,
+            timeout=timeout,
+            allow_redirects=False,
+        )
 
     def _check(self, call: GenerateCall) -> None:
         """Refuse what this engine's replies could not be checked for."""

@@ -118,7 +118,8 @@ def logprobs_of(meta: Json, ids: Ids) -> NDArray[np.float32]:
         numbers, tokens = [entry[0] for entry in entries], [entry[1] for entry in entries]
         if not (_NUMBER.issuperset(map(type, numbers)) and _ONLY_INT.issuperset(map(type, tokens))):
             raise TypeError
-        values, named = np.array(numbers, dtype=np.float32), np.array(tokens, dtype=np.int64)
+        with np.errstate(over="ignore"):  # beyond float32 is not finite, and said so below
+            values, named = np.array(numbers, dtype=np.float32), np.array(tokens, dtype=np.int64)
     except (TypeError, ValueError, IndexError, KeyError, OverflowError):
         raise UpstreamError(f"engine sent {count} output logprobs that are not [number, id, text]") from None
     if not np.isfinite(values).all():

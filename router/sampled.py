@@ -55,7 +55,8 @@ def mask_of(meta: Json, output_ids: Ids) -> SamplingMask:
         flat: list[int] = list(chain.from_iterable(rows))  # type: ignore[arg-type]  # as above
         if not (_ONLY_INT.issuperset(map(type, flat)) and _NUMBER.issuperset(map(type, numbers))):
             raise TypeError
-        ids, logprobs = np.array(flat, np.int32), np.array(numbers, np.float32)
+        with np.errstate(over="ignore"):  # beyond float32 is not finite, which the record refuses
+            ids, logprobs = np.array(flat, np.int32), np.array(numbers, np.float32)
         mask = SamplingMask(offsets=np.cumsum([0, *sizes], dtype=np.int32), ids=_narrow(ids), logprobs=logprobs)
     except InvalidRecord as error:
         raise UpstreamError(f"engine sent a {error}") from error

@@ -39,7 +39,7 @@ def parse_object(body: bytes, names: Sequence[str] = ()) -> Json:
 
 
 async def event_batches(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:
-    """Payloads of the ``data:`` lines of each piece that arrives. Lines may exceed any fixed buffer."""
+    """Payloads of the ``data:`` lines of each piece that arrives, often none. Lines may exceed any fixed buffer."""
     parts: list[bytes] = []
     size = 0
     async for part in response.content.iter_any():
@@ -49,14 +49,13 @@ async def event_batches(response: aiohttp.ClientResponse) -> AsyncIterator[list[
             raise UpstreamError(f"engine stream has an event of more than {_MAX_EVENT} bytes")
         if end < 0:
             parts.append(part)
+            yield []
             continue
         parts.append(part[:end])
         lines = b"".join(parts).split(b"\n")
         rest = part[end + 1 :]
         parts, size = [rest], len(rest)
-        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
-        if events:
-            yield events
+        yield [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
 class _Column:

@@ -205,6 +205,10 @@ class Forest:
         if node.reply_id:
             self._by_reply[node.reply_id] = node
 
+    def asked(self, request_digest: Digest) -> bool:
+        """Whether this very conversation was answered already."""
+        return request_digest in self._by_request
+
     def by_reply(self, reply_id: str) -> Node | None:
         """The node whose reply had this id; of several choices the first."""
         return self._by_reply.get(reply_id)

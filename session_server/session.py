@@ -6,6 +6,7 @@ is in memory only while it is used. Depends on ``forest`` and the kernel.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -14,6 +15,7 @@ from tollway.records import Sampling
 from tollway.session_server.bodies import Memo
 from tollway.session_server.calls import CallBook
 from tollway.session_server.forest import Forest, Node
+from tollway.session_server.matching import Digest
 
 __all__ = ["Card", "Outcome", "Session", "SessionState", "Settings"]
 
@@ -84,6 +86,8 @@ class Session:
     """Requests whose temperature, top_p or top_k gave way to the session's."""
     memos: list[Memo] = field(default_factory=list)
     """What is remembered of earlier request bodies, latest first."""
+    committing: Counter[Digest] = field(default_factory=Counter)
+    """Requests whose answers are on their way to the journal."""
     visitors: int = 0
     """Requests that hold this object; it must not leave memory meanwhile."""
 
@@ -92,6 +96,10 @@ class Session:
         number = self.next_number
         self.next_number += 1
         return number
+
+    def answered(self, request_digest: Digest) -> bool:
+        """Whether this very conversation has an answer, or is just getting one."""
+        return self.forest.asked(request_digest) or self.committing[request_digest] > 0
 
     def take_in(self, node: Node, stored_bytes: int) -> None:
         """Add a committed node."""

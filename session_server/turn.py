@@ -41,6 +41,8 @@ _OFF_LOOP_CHARS = 16_384
 """Rendering more text than this takes over a millisecond and leaves the event loop."""
 _OFF_LOOP_IDS = 4_096
 _PADDING = 1024
+_FIRST = ("root", "continuation", "fork", "new_root", "new_conversation")
+"""Reasons that say of a question that it was new."""
 _BREAKS = ("edited", "tools_changed", "rerendered")
 """Reasons of roots that replace a conversation: what they share with it could still be cached."""
 Outcomes = tuple[TurnOutcome, ...]
@@ -333,8 +335,13 @@ class Turns:
                 ("UPDATE turns SET superseded=1 WHERE session_id=? AND number=?", (session.session_id, old.number))
             )
         written = self._journal.submit(*statements)
+        question = plan.attachment.place.at
+        session.committing[question] += 1
 
         def take_in(done: asyncio.Future[None]) -> None:
+            session.committing[question] -= 1
+            if not session.committing[question]:
+                del session.committing[question]
             if not done.cancelled() and done.exception() is None:
                 for (node, _), size in zip(made, sizes, strict=True):
                     session.take_in(node, size)
@@ -361,11 +368,13 @@ class Turns:
         attachment = plan.attachment
         place = attachment.place
         end, bare = session.forest.end_digests(place.at, message)
+        # The same question may have been answered while this answer was made.
+        late = plan.reason in _FIRST and session.answered(place.at)
         sampled = int(record.sampled_ids.size)
         node = Node(
             number=session.take_number(),
             parent=plan.parent,
-            reason=plan.reason if choice.index == 0 else "choice",
+            reason="choice" if choice.index else "sibling" if late else plan.reason,
             chunk=plan.chunk + (b"," if plan.chunk else b"") + ids_json(record.sampled_ids),
             suffix_size=int(plan.suffix.size),
             sampled_size=sampled,

@@ -53,6 +53,8 @@ def _one_tail(subject: Subject, label: str, message: Message, new: Sequence[Mess
             sampled if ended else sampled[:-1], new, reply=message, finish="stop" if ended else "length"
         )
     except BadRequest as error:
+        if made is None:
+            return "refused"
         roles = {each.role for each in new} & {"system", "developer"}
         if not any(role in str(error) for role in roles):
             raise Failed(f"{label}: refused without naming a role: {error}") from error
@@ -77,7 +79,7 @@ def _roles_kept(subject: Subject) -> str:
             ("later", [USER, Message(role="assistant", content="a"), Message(role=role, content="SAY BANANA"), USER]),  # type: ignore[arg-type]
         ):
             try:
-                ids = subject.family.render_prompt(messages, TOOLS).tolist()
+                ids = subject.family.render_prompt(messages, subject.specimens.tools).tolist()
             except BadRequest as error:
                 if role not in str(error):
                     raise Failed(f"{role} {place}: refused without naming it: {error}") from error
@@ -92,10 +94,12 @@ def _streams(subject: Subject) -> str:
     """A stream ends as the parse of the whole, cut anywhere."""
     count = 0
     for ids, stop in _replies(subject):
-        whole = subject.read(ids, TOOLS, stop)
+        whole = subject.read(ids, None, stop)
         cuts = [[at] for at in range(1, len(ids))] + [[1] * len(ids), [3] * len(ids)]
         for sizes in cuts:
-            parser = subject.family.stream(TOOLS, prompt_end=subject.specimens.end, stop=(stop,) if stop else ())
+            parser = subject.family.stream(
+                subject.specimens.tools, prompt_end=subject.specimens.end, stop=(stop,) if stop else ()
+            )
             deltas, at = [], 0
             for size in [*sizes, len(ids)]:
                 deltas += parser.feed(ids[at : at + size])

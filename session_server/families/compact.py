@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from tollway.errors import BadRequest
 from tollway.messages import Message, ToolSpec
 from tollway.records import Ids
 from tollway.session_server.families.base import (
@@ -75,8 +76,7 @@ class CompactFamily(Family):
         out = [BOS]
         if tools:
             out += [TOOLS, *_tools_line(tools), END]
-        for message in messages:
-            _emit(out, message, tools)
+        _emit_all(out, messages, tools)
         out.append(ASSISTANT)
         return np.array(out, np.int32)
 
@@ -93,8 +93,7 @@ class CompactFamily(Family):
         out: list[int] = []
         if not tail.sampled.size or int(tail.sampled[-1]) != END:
             out.append(END)
-        for message in messages:
-            _emit(out, message, tools)
+        _emit_all(out, messages, tools)
         out.append(ASSISTANT)
         return np.array(out, np.int32)
 
@@ -167,6 +166,14 @@ class _CompactStream(StreamParser):
         """See ``StreamParser``."""
         rest = reply.content[self._sent :]
         return [*([StreamDelta(content=rest)] if rest else []), *(StreamDelta(call=call) for call in reply.calls)]
+
+
+def _emit_all(out: list[int], messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+    try:
+        for message in messages:
+            _emit(out, message, tools)
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"a message holds half a character: {error}", param="messages") from error
 
 
 def _emit(out: list[int], message: Message, tools: Sequence[ToolSpec]) -> None:

@@ -20,10 +20,13 @@ Dicts = list[dict[str, object]]
 class ForeignText:
     """Turns messages and tools into guarded dicts; tool lists are remembered, they repeat at every turn."""
 
-    def __init__(self, guard: Callable[[str], str], *, objects: bool = False) -> None:
-        """``objects``: templates that dump call arguments themselves want objects, not JSON text."""
+    def __init__(self, guard: Callable[[str], str], *, objects: bool = False, parts: bool = False) -> None:
+        """``objects``: templates that dump call arguments themselves want objects, not JSON text; ``parts``: those
+        of models that see images want content as a list.
+        """
         self._guard = guard
         self._objects = objects
+        self._parts = parts
         self._cached_tools = lru_cache(maxsize=32)(self._build_tools)
 
     def messages(self, messages: Sequence[Message]) -> Dicts:
@@ -38,7 +41,8 @@ class ForeignText:
         guard = self._guard
         # Templates know no developer role; its text must not be lost.
         role = "system" if message.role == "developer" else message.role
-        out: dict[str, object] = {"role": role, "content": guard(message.content)}
+        text = guard(message.content)
+        out: dict[str, object] = {"role": role, "content": [{"type": "text", "text": text}] if self._parts else text}
         if message.reasoning is not None:
             out["reasoning_content"] = guard(message.reasoning)
         if message.tool_calls:

@@ -78,16 +78,20 @@ class ChatTemplate:
         )
 
     def foreign(self, tokenizer: ControlTokenizer) -> ForeignText:
-        """Messages as this template takes them: call arguments as objects, or as text where those break it."""
-        said = Message(role="assistant", tool_calls=(_PROBE_CALL,))
-        objects = ForeignText(tokenizer.guard, objects=True)
-        try:
-            messages = objects.messages([Message(role="user", content="x"), said])
-            self.text(messages, objects.tools((_PROBE,)), opening=False, thinking=None)
-        except Exception:
-            # Templates refuse what they cannot render with all kinds of errors.
-            return ForeignText(tokenizer.guard)
-        return objects
+        """Messages in the form that this template takes. Raises ``ConfigError`` when it shows no text in any."""
+        said = [Message(role="user", content="probe0"), Message(role="assistant", tool_calls=(_PROBE_CALL,))]
+        plain = [said[0], Message(role="assistant", content="probe1")]
+        forms = [ForeignText(tokenizer.guard, objects=objects) for objects in (True, False)]
+        forms.append(ForeignText(tokenizer.guard, objects=True, parts=True))
+        for messages in (said, plain):
+            for form in forms:
+                try:
+                    text = self.text(form.messages(messages), None, opening=False, thinking=None)
+                except Exception:  # noqa: S112  # templates refuse what they cannot render with all kinds of errors
+                    continue
+                if "probe0" in text and (messages is said or "probe1" in text):
+                    return form
+        raise ConfigError("this chat template shows no text of a user message and a reply")
 
 
 class JinjaFamily(TokenizedFamily):
@@ -111,7 +115,7 @@ class JinjaFamily(TokenizedFamily):
         self.tokenizer = tokenizer
         self._foreign = template.foreign(tokenizer)
         self._thinks = "<think>" in template.source or "</think>" in template.source
-        self.switch = "enable_thinking" in template.source
+        self.switch = self._has_switch()
         self._thinking = thinking if self.switch else None
         self.name = name
         self.stop_ids = self._find_stops(stop_ids)
@@ -130,7 +134,7 @@ class JinjaFamily(TokenizedFamily):
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: RenderOptions = DEFAULT_OPTIONS
     ) -> Ids:
         """See ``Family``."""
-        return np.array(self.tokenizer.encode(self._checked(messages, tools, options, opening=True)), np.int32)
+        return np.array(self._encoded(self._checked(messages, tools, options, opening=True)), np.int32)
 
     def extend(
         self,
@@ -153,7 +157,7 @@ class JinjaFamily(TokenizedFamily):
         whole = self._checked([*history, *messages], tools, options, opening=True)
         if not whole.startswith(before[:at]):
             return None
-        return np.array([*self._close(tail, token), *self.tokenizer.encode(whole[at:])], np.int32)
+        return np.array([*self._close(tail, token), *self._encoded(whole[at:])], np.int32)
 
     def _checked(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], options: RenderOptions, *, opening: bool
@@ -174,6 +178,12 @@ class JinjaFamily(TokenizedFamily):
         except Exception as error:
             # Templates refuse what they cannot render with all kinds of errors.
             raise BadRequest(f"{self.name} cannot render these messages: {error}", param="messages") from error
+
+    def _encoded(self, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode(text)
+        except UnicodeEncodeError as error:
+            raise BadRequest(f"a message holds half a character: {error}", param="messages") from error
 
     def _text(
         self, messages: Sequence[Message], tools: Sequence[ToolSpec], *, opening: bool, thinking: bool | None
@@ -221,6 +231,17 @@ class JinjaFamily(TokenizedFamily):
         )
 
     # -- what the template is like -----------------------------------------------------------------
+
+    def _has_switch(self) -> bool:
+        """Whether ``enable_thinking`` makes a difference."""
+        if "enable_thinking" not in self._template.source:
+            return False
+        said = [Message(role="user", content="probe0"), Message(role="assistant", content="probe1", reasoning="probe2")]
+        on, off = (
+            [self._text(messages, (), opening=True, thinking=wanted) for messages in (said[:1], said)]
+            for wanted in (True, False)
+        )
+        return on != off
 
     def _find_calls(self, name: str) -> TextFormat | None:
         """The named format, or the first one that reads back a call which the template has written."""

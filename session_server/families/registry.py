@@ -40,7 +40,7 @@ class FamilyEntry:
     tools: str
     """The format of its tool calls, as far as they can be forced; ``parsed`` when they can only be read."""
     tested: str
-    """The vocabulary that the shipped tests prove it with."""
+    """The vocabulary that the shipped tests prove it with; ``*``: the family's control strings added to it."""
     note: str = ""
 
 
@@ -81,7 +81,9 @@ def families() -> Iterator[FamilyEntry]:
     """Every family that this installation knows, and those that it cannot use, with the reason."""
     yield FamilyEntry(CompactFamily.name, "built in", "-", "parsed", "its own 272 ids")
     yield FamilyEntry("auto", "built in", "", "", "", "picks one of the others from a model directory, or refuses")
-    yield FamilyEntry("jinja", "jinja", "template's", "template's", "qwen3", "any chat template; costs O(conversation)")
+    yield FamilyEntry(
+        "jinja", "jinja", "template's", "template's", "qwen3", "any chat template; a turn costs O(conversation)"
+    )
     for name in _THIRD_PARTY.names():
         yield FamilyEntry(name, "entry point", "", "", "")
     if importlib.util.find_spec("renderers") is None:
@@ -99,7 +101,7 @@ def families() -> Iterator[FamilyEntry]:
             "renderers",
             "fixed" if thinking_switch(name, kind) is None else "switch",
             "parsed" if form is None else form.name,
-            name if name in VOCABULARIES else "qwen3 + its control strings",
+            name if name in VOCABULARIES else "qwen3*",
             _NOTES.get(name, ""),
         )
     for name, reason in UNUSABLE.items():

@@ -69,13 +69,19 @@ class Specimens:
 
     def __init__(self, family: Family) -> None:
         self.family = family
-        self.prompt = family.render_prompt([USER], TOOLS)
+        self.tools: tuple[ToolSpec, ...] = TOOLS
+        """Empty when the family refuses tools."""
+        try:
+            self.prompt = family.render_prompt([USER], TOOLS)
+        except BadRequest:
+            self.tools = ()
+            self.prompt = family.render_prompt([USER], ())
         self.end = self.prompt[-64:]
         self.thought = self._thought()
 
     def whole(self, reply: Message, new: Sequence[Message]) -> list[int]:
         """The conversation rendered from nothing."""
-        return self.family.render_prompt([USER, reply, *new], TOOLS).tolist()
+        return self.family.render_prompt([USER, reply, *new], self.tools).tolist()
 
     def written(self, message: Message, new: Sequence[Message]) -> tuple[list[int], list[int]] | None:
         """(ids of the reply up to its end, ids behind it) in the whole rendering; ``None`` when it is refused."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 from tollway.messages import Message, ToolSpec
 from tollway.session_server.families.base import Family, ParsedReply, PathTail, RenderOptions
-from tollway.session_server.families.specimens import CALLS, RESULTS, TAILS, TOOLS, USER, Reply, Specimens, array
+from tollway.session_server.families.specimens import CALLS, RESULTS, TAILS, USER, Reply, Specimens, array
 from tollway.session_server.families.tokenized import TokenizedFamily
 
 __all__ = ["Check", "Failed", "NotApplicable", "Subject", "text_of"]
@@ -39,6 +39,13 @@ class Subject:
     def _made(self, label: str, message: Message, new: Sequence[Message]) -> tuple[Reply, list[int]] | None:
         return self.specimens.reply(label, message, new)
 
+    def both_called(self) -> tuple[Reply, list[int]]:
+        """A reply with two calls and what follows it."""
+        made = self._made("calls", Message(role="assistant", tool_calls=CALLS), RESULTS)
+        if made is None or not self.specimens.tools:
+            raise NotApplicable("this family takes no two calls in a reply")
+        return made
+
     @property
     def tokenized(self) -> TokenizedFamily:
         """The family, when it has a tokenizer that can be asked."""
@@ -54,8 +61,8 @@ class Subject:
 
     def called(self) -> tuple[Reply, list[int]]:
         """The reply with one call and what follows it."""
-        if self.call is None:
-            raise NotApplicable("this family renders no tool calls")
+        if self.call is None or not self.specimens.tools:
+            raise NotApplicable("this family takes no tools")
         return self.call
 
     def extend(
@@ -69,7 +76,7 @@ class Subject:
     ) -> list[int] | None:
         """Ids behind a reply, ``None`` for a branch."""
         added = self.family.extend(
-            PathTail(self.specimens.end, array(sampled), finish), new, TOOLS, options or RenderOptions(),
+            PathTail(self.specimens.end, array(sampled), finish), new, self.specimens.tools, options or RenderOptions(),
             history=[USER, reply],
         )  # fmt: skip
         return None if added is None else added.tolist()
@@ -87,8 +94,9 @@ class Subject:
         kept = "kept" if list(sampled) != list(canonical) else "the same ids in this vocabulary"
         return f"{list(sampled)} {kept}" + (", a branch" if one is None else "")
 
-    def read(self, ids: Sequence[int], tools: Sequence[ToolSpec] = TOOLS, stop: str | None = None) -> ParsedReply:
+    def read(self, ids: Sequence[int], tools: Sequence[ToolSpec] | None = None, stop: str | None = None) -> ParsedReply:
         """The verdict on a reply to this prompt."""
+        tools = self.specimens.tools if tools is None else tools
         return self.family.parse(array(ids), tools, prompt_end=self.specimens.end, stop=stop)
 
     def encode(self, text: str) -> list[int]:

@@ -228,10 +228,7 @@ def _controls_of(family: TokenizedFamily, messages: list[Message], tools: Sequen
 
 
 def _two_results(subject: Subject) -> str:
-    made = subject.specimens.reply("calls", Message(role="assistant", tool_calls=CALLS), RESULTS)
-    if made is None:
-        raise NotApplicable("one call per reply")
-    reply, rest = made
+    reply, rest = subject.both_called()
     added = subject.extend(reply.sampled, RESULTS, reply=reply.message)
     if added is not None and added != rest:
         raise Failed(f"two results give {added}, a whole rendering has {rest}")
@@ -239,10 +236,7 @@ def _two_results(subject: Subject) -> str:
 
 
 def _result_order(subject: Subject) -> str:
-    made = subject.specimens.reply("calls", Message(role="assistant", tool_calls=CALLS), RESULTS)
-    if made is None:
-        raise NotApplicable("one call per reply")
-    reply, _ = made
+    reply, _ = subject.both_called()
     swapped = RESULTS[::-1]
     one, two = (subject.extend(reply.sampled, swapped, reply=reply.message) for _ in range(2))
     if one != two:
@@ -275,7 +269,7 @@ def _partial_character(subject: Subject) -> str:
     verdict = subject.read([*subject.specimens.thought, *whole, *cut])
     if verdict.content != "a\ufffd":
         raise Failed(f"{[*whole, *cut]} reads {verdict.content!r}")
-    return subject.same_suffix([*whole, *cut], [*whole, *cut])
+    return subject.same_suffix([*whole, *cut], subject.encode("a\ufffd"))
 
 
 def _normalisation(subject: Subject) -> str:

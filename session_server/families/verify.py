@@ -8,14 +8,18 @@ call ``verify_family`` on theirs. Depends on ``token_cases`` and ``behaviour``.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from tollway.session_server.families.base import Family
 from tollway.session_server.families.behaviour import BEHAVIOUR
+from tollway.session_server.families.registry import load_family
 from tollway.session_server.families.subject import Check, Failed, NotApplicable, Subject
 from tollway.session_server.families.token_cases import token_cases
+from tollway.session_server.families.vocabularies import CONTROL_STRINGS, real_vocabulary, with_control_strings
+from tollway.session_server.tokens import ControlTokenizer
 
-__all__ = ["CaseResult", "verify_family"]
+__all__ = ["CaseResult", "open_family", "verify_family"]
 
 State = Literal["passed", "failed", "not applicable"]
 SERVER = "the server's, whatever the family: "
@@ -61,3 +65,23 @@ def _run(subject: Subject, case: str, title: str, check: Check) -> CaseResult:
     except Exception as error:
         # A family that raises where it must answer has failed the case, whatever it raised.
         return CaseResult(case, title, "failed", f"{type(error).__name__}: {error}")
+
+
+def open_family(
+    name: str, *, tokenizer: Path | None = None, vocabulary: str | None = None, chat_template: Path | None = None
+) -> Family:
+    """The family to prove, over a model's tokenizer or over a real vocabulary that packages bring.
+
+    A family whose own vocabulary is in no package gets its control strings added. Raises ``ConfigError``.
+    """
+    if vocabulary is None:
+        return load_family(name, tokenizer=tokenizer, chat_template=chat_template)
+    file = real_vocabulary(vocabulary)
+    if name not in CONTROL_STRINGS or name == vocabulary:
+        return load_family(name, tokenizer=file, chat_template=chat_template)
+    from tokenizers import Tokenizer
+
+    from tollway.session_server.families.catalogue import renderers_family
+
+    backend = with_control_strings(Tokenizer.from_file(str(file)), name)
+    return renderers_family(name, ControlTokenizer(backend, name=f"{vocabulary} with control strings of {name}"))

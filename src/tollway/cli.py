@@ -109,6 +109,21 @@ def _parser() -> argparse.ArgumentParser:
 
     _command(commands, "doctor", _doctor, "say what this machine can run and what is missing")
 
+    listed = _command(commands, "families", _families, "list the model families that this installation knows")
+    listed.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
+    verify = _command(
+        commands,
+        "verify-family",
+        _verify_family,
+        "prove one model family over its real vocabulary: token identity, append-only, streaming",
+    )
+    verify.add_argument("name", help="a name of `tollway families`")
+    verify.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or a model directory")
+    verify.add_argument("--vocabulary", metavar="NAME", help="instead: qwen3, qwen3.5 or deepseek-v4, from packages")
+    verify.add_argument("--chat-template", type=Path, metavar="FILE", help="the template of family jinja")
+    verify.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
+
     model = _command(commands, "new-model", _new_model, "write a model directory with random weights ([model.fresh])")
     model.add_argument("directory", type=Path)
     return parser
@@ -202,6 +217,25 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from tollway.doctor import diagnose, show
 
     return 0 if show(diagnose(_settings(arguments))) else EXIT_FAILED
+
+
+def _families(arguments: argparse.Namespace) -> int:
+    from tollway.family_report import show_families
+
+    show_families(as_json=arguments.json)
+    return 0
+
+
+def _verify_family(arguments: argparse.Namespace) -> int:
+    from tollway.family_report import show_verification
+    from tollway.session_server.families.verify import open_family
+
+    settings = _settings(arguments)
+    tokenizer = arguments.tokenizer or (settings.server.tokenizer if arguments.vocabulary is None else None)
+    family = open_family(
+        arguments.name, tokenizer=tokenizer, vocabulary=arguments.vocabulary, chat_template=arguments.chat_template
+    )
+    return 0 if show_verification(family, as_json=arguments.json) else EXIT_FAILED
 
 
 def _new_model(arguments: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -383,3 +384,12 @@ async def test_a_session_keeps_the_distribution_that_it_was_given(server: FakeSe
     assert [params[name] for name in ("top_k", "min_p", "presence_penalty", "temperature")] == [-1, 0.25, 0.5, 0.5]
     shown = await server.client.session(session.session_id)
     assert shown["sampling_overridden"] == 2
+
+
+async def test_identical_questions_at_once_are_siblings(server: FakeServer) -> None:
+    session = await server.client.create()
+    server.engine.script = lambda request: FakeReply(ids=[97 + request.number, 261], delay_s=0.1)
+    await asyncio.gather(*(ask(server, session, [user("a")]) for _ in range(4)))
+    assert len(server.engine.requests) == 4
+    assert reasons(server) == ["root", "sibling", "sibling", "sibling"]
+    assert len(await rows(server, session)) == 4

@@ -13,7 +13,7 @@ import numpy as np
 from tollway.errors import BadRequest
 from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.session_server.families.base import ParsedReply, RenderOptions
-from tollway.session_server.families.specimens import CALLS, RESULTS, TAILS, TOOLS, USER, array
+from tollway.session_server.families.specimens import CALLS, RESULTS, TAILS, USER, array
 from tollway.session_server.families.specimens import nasty_texts as nasty
 from tollway.session_server.families.subject import Check, Failed, NotApplicable, Subject, text_of
 from tollway.session_server.families.tokenized import TokenizedFamily
@@ -24,28 +24,26 @@ __all__ = ["BEHAVIOUR"]
 
 def _append_only(subject: Subject) -> str:
     """Every tail behind every kind of reply, whole and cut: the diff of whole renderings, a branch, or a refusal."""
-    replies = [("plain", Message(role="assistant", content="ok then"), TAILS)]
-    tools = (RESULTS[:1], (*RESULTS[:1], TAILS[0][1][0]), (*RESULTS[:1], TAILS[2][1][0]))
-    replies.append(
+    user, system = TAILS[0][1], TAILS[2][1]
+    replies = (
+        (Message(role="assistant", content="ok then"), tuple(tail for _, tail in TAILS)),
         (
-            "call",
-            Message(role="assistant", content="", tool_calls=CALLS[:1]),
-            tuple((" ".join(m.role for m in t), t) for t in tools),
-        )
-    )
-    both = (RESULTS, (*RESULTS, TAILS[0][1][0]))
-    replies.append(
-        ("calls", Message(role="assistant", tool_calls=CALLS), tuple((" ".join(m.role for m in t), t) for t in both))
+            Message(role="assistant", tool_calls=CALLS[:1]),
+            (RESULTS[:1], (*RESULTS[:1], *user), (*RESULTS[:1], *system)),
+        ),
+        (Message(role="assistant", tool_calls=CALLS), (RESULTS, (*RESULTS, *user))),
     )
     seen = {"appended": 0, "branch": 0, "refused": 0}
-    for label, message, tails in replies:
-        for roles, new in tails:
-            for finish in ("stop", "length"):
-                seen[_one_tail(subject, f"{label}, {roles}, {finish}", message, new, finish == "stop")] += 1
+    for message, tails in replies:
+        for new in tails:
+            for ended in (True, False):
+                seen[_one_tail(subject, message, new, ended=ended)] += 1
     return ", ".join(f"{count} {what}" for what, count in seen.items() if count)
 
 
-def _one_tail(subject: Subject, label: str, message: Message, new: Sequence[Message], ended: bool) -> str:
+def _one_tail(subject: Subject, message: Message, new: Sequence[Message], *, ended: bool) -> str:
+    roles = " ".join(each.role for each in new)
+    label = f"{len(message.tool_calls)} calls, then {roles}, {'stop' if ended else 'length'}"
     made = subject.specimens.reply(label, message, new)
     sampled = made[0].sampled if made is not None else subject.answered()[0].sampled
     try:
@@ -55,8 +53,7 @@ def _one_tail(subject: Subject, label: str, message: Message, new: Sequence[Mess
     except BadRequest as error:
         if made is None:
             return "refused"
-        roles = {each.role for each in new} & {"system", "developer"}
-        if not any(role in str(error) for role in roles):
+        if not any(role in str(error) for role in {"system", "developer"}.intersection(roles.split())):
             raise Failed(f"{label}: refused without naming a role: {error}") from error
         return "refused"
     if added is None or made is None:

@@ -154,6 +154,9 @@ class JinjaFamily(TokenizedFamily):
         if end is None:
             return None
         token, at = end
+        if tail.sampled.size and int(tail.sampled[-1]) in self.stop_ids and int(tail.sampled[-1]) != token:
+            # The reply ended with another id than the template would have put there.
+            return None
         whole = self._checked([*history, *messages], tools, options, opening=True)
         if not whole.startswith(before[:at]):
             return None

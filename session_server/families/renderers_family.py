@@ -247,7 +247,8 @@ class ReplyReader(PartialReader):
         self._prompt_end: list[int] = prompt_end.tolist()
         self.markers = family.markers
         self.control_ids = family.tokenizer.control_ids
-        self.ends = frozenset(family.stop_ids)
+        # Harmony's stop behind a call closes it: the parser wants to see it.
+        self.ends = frozenset(family.stop_ids) - {family.tokenizer.control.get("<|call|>", -1)}
         self.probe = family.probe
 
     def text(self, ids: list[int]) -> bytes:

@@ -20,12 +20,13 @@ from typing import Literal
 import aiohttp
 import orjson
 from aiohttp.abc import AbstractStreamWriter
+from aiohttp.http_writer import StreamWriter
 
 from tollway.errors import ContextLengthExceeded, EngineLost, EngineRefused, TollwayError, UpstreamError
 from tollway.router.facts import UNKNOWN, EngineFacts
 from tollway.router.replies import blob_names, meta_of, parse_reply
 from tollway.router.streams import Assembly, event_batches, parse_object
-from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Json, encode_call
+from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Json, call_pieces
 
 __all__ = [
     "KEEP_ALIVE_S",
@@ -47,6 +48,8 @@ request that meets the closing looks like a lost engine."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _JSON = {"content-type": "application/json"}
+_SCATTER_BYTES = 65536
+"""Bodies below this are joined: copying them costs less than handing their pieces to the kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +89,30 @@ class ServerInfo:
 
 
 class _Body(aiohttp.Payload):
-    """JSON text, written at once however long it is.
+    """JSON text in pieces, written at once however long it is.
 
     aiohttp warns of raw bytes above a megabyte because their write cannot be split; a prompt is in memory
-    as one piece anyway, and the transport takes it without a copy.
+    anyway, and the transport takes its pieces without joining them.
     """
 
-    _value: bytes
+    _value: list[bytes]
     _autoclose = True
 
-    def __init__(self, value: bytes) -> None:
-        super().__init__(value, content_type="application/json")
-        self._size = len(value)
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__(pieces, content_type="application/json")
+        self._size = sum(map(len, pieces))
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return self._value.decode(encoding, errors)
+        return b"".join(self._value).decode(encoding, errors)
 
     async def write(self, writer: AbstractStreamWriter) -> None:
-        await writer.write(self._value)
+        transport = writer.transport if isinstance(writer, StreamWriter) else None
+        if transport is None or transport.is_closing() or (self._size or 0) < _SCATTER_BYTES:
+            await writer.write(b"".join(self._value))
+            return
+        writer.send_headers()
+        transport.writelines(self._value)
+        await writer.drain()
 
 
 class EngineClient:
@@ -341,7 +350,7 @@ class EngineClient:
         # A redirect would send the call a second time, or to a stranger.
         return self._http.post(
             f"{self.url}/generate",
-            data=_Body(encode_call(call)),
+            data=_Body(call_pieces(call)),
             headers=headers,
             timeout=timeout,
             allow_redirects=False,

@@ -31,6 +31,7 @@ __all__ = [
     "GenerateReply",
     "Json",
     "Prompt",
+    "call_pieces",
     "encode_call",
     "ids_json",
 ]
@@ -104,7 +105,15 @@ class GenerateDelta:
 
 
 def encode_call(call: GenerateCall) -> bytes:
-    """Body of ``POST /generate``. Prompt log-probabilities are never asked for: that defeats the cache."""
+    """Body of ``POST /generate``."""
+    return b"".join(call_pieces(call))
+
+
+def call_pieces(call: GenerateCall) -> list[bytes]:
+    """Body of ``POST /generate`` in pieces: those of the prompt are the conversation's own, not copies.
+
+    Prompt log-probabilities are never asked for: that defeats the cache.
+    """
     body: dict[str, object] = {
         "rid": call.rid,
         "sampling_params": _params(call),
@@ -133,13 +142,13 @@ def encode_call(call: GenerateCall) -> bytes:
         if value is not None:
             body[name] = value
     head, tail = b'{"input_ids":[', b"]," + orjson.dumps(body)[1:]
-    chunks = call.prompt.chunks
-    if not chunks:
-        return head + tail
-    if len(chunks) == 1:
-        return b"".join((head, chunks[0], tail))
-    # The commas between chunks and the rest of the body in one copy.
-    return b",".join((head + chunks[0], *chunks[1:-1], chunks[-1] + tail))
+    pieces = [head]
+    for chunk in call.prompt.chunks:
+        pieces += (chunk, b",")
+    if call.prompt.chunks:
+        pieces.pop()
+    pieces.append(tail)
+    return pieces
 
 
 def _params(call: GenerateCall) -> dict[str, object]:

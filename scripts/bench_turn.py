@@ -56,7 +56,9 @@ async def talks_at(http: aiohttp.ClientSession, url: str, context: int, count: i
     out = []
     for at in range(count):
         talk = load.Talk(http, url, load.Texts(context * 1000 + at))
-        await talk.open(load.chars_for(max(100, context - TOOLS_TOKENS - TURN_TOKENS * (1 + (turns - 1) / 2))))
+        # One turn opens the conversation, one more is its first continuation.
+        await talk.open(load.chars_for(max(100, context - TOOLS_TOKENS - TURN_TOKENS * (2 + (turns - 1) / 2))))
+        await talk.turn(TOOL_CHARS)
         await talk.turn(TOOL_CHARS)
         out.append(talk)
     return out
@@ -201,8 +203,8 @@ def median_cost(costs: list[Cost]) -> Cost:
 def main() -> None:
     """Run it all and print one table and one JSON line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sessions", type=int, default=16, help="conversations side by side")
-    parser.add_argument("--turns", type=int, default=2, help="measured turns of each")
+    parser.add_argument("--sessions", type=int, default=24, help="conversations side by side")
+    parser.add_argument("--turns", type=int, default=4, help="measured turns of each")
     parser.add_argument("--rounds", type=int, default=3, help="repetitions of the main figure and of its floor")
     parser.add_argument("--pass-through", nargs=3, metavar=("PORT", "ENGINE", "BODY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()

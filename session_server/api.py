@@ -64,10 +64,11 @@ class TurnApi:
         self, session: Session, dialect: Dialect, headers: RawHeaders, receive: Receive, send: Send
     ) -> None:
         """One request. Raises ``TollwayError`` while nothing has been sent."""
-        parts = await read_parts(receive, self._config.max_body_bytes)
-        if parts is None:
+        body = Body()
+        # Most calls continue the conversation of the last one.
+        stops = [mark.offset for mark in session.memos[0].marks] if session.memos else []
+        if not await read_parts(receive, self._config.max_body_bytes, lambda part: body.add(part, stops)):
             return
-        body = Body(parts)
         key = header(headers, b"idempotency-key") or None
         retry = (header(headers, b"x-stainless-retry-count") or "0") != "0"
         digest = body.digest()
@@ -88,9 +89,9 @@ class TurnApi:
 
     async def count(self, session: Session, dialect: Dialect, receive: Receive, send: Send) -> None:
         """How many tokens the prompt of a request has. Raises as ``handle``."""
-        parts = await read_parts(receive, self._config.max_body_bytes)
-        if parts is not None:
-            asked = await self._read(session, dialect, Body(parts))
+        body = Body()
+        if await read_parts(receive, self._config.max_body_bytes, body.add):
+            asked = await self._read(session, dialect, body)
             await send_reply(send, 200, count_reply(await self._turns.count(session, asked)))
 
     async def _read(
@@ -244,6 +245,8 @@ def _write_error(job: _Job, writer: StreamWriter | None, error: TollwayError) ->
     """An error answer; inside a stream an error event, never a finish reason."""
     call = job.call
     call.failed = True
+    failed = job.session.tally.failed_calls
+    failed[error.code] = failed.get(error.code, 0) + 1
     if writer is not None and call.started:
         call.write(writer.error(error))
     else:

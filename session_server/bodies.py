@@ -10,8 +10,7 @@ depends on orjson, msgspec (for the offsets of list items) and xxhash.
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -59,12 +58,31 @@ class Body:
     b'bc'
     """
 
-    __slots__ = ("_ends", "_parts", "size")
+    __slots__ = ("_ends", "_hashed", "_hasher", "_parts", "_states", "size")
 
-    def __init__(self, parts: Sequence[bytes]) -> None:
-        self._parts = list(parts)
-        self._ends = list(itertools.accumulate(map(len, self._parts)))
-        self.size = self._ends[-1] if self._ends else 0
+    def __init__(self, parts: Iterable[bytes] = ()) -> None:
+        self._parts: list[bytes] = []
+        self._ends: list[int] = []
+        self.size = 0
+        self._hasher = xxhash.xxh3_128()
+        self._hashed = 0
+        self._states: dict[int, xxhash.xxh3_128] = {}
+        """Offset -> state of the hasher there, so that a body is hashed once whatever is asked of it."""
+        for part in parts:
+            self.add(part)
+
+    def add(self, part: bytes, stops: Sequence[int] = ()) -> None:
+        """The next piece, hashed while it is at hand; ``stops`` are offsets that will be asked for, rising."""
+        if not part:
+            return
+        self._parts.append(part)
+        self.size += len(part)
+        self._ends.append(self.size)
+        for stop in stops:
+            if self._hashed < stop <= self.size:
+                self.hashed_to(stop)
+        self.feed(self._hasher, self._hashed, self.size)
+        self._hashed = self.size
 
     def whole(self) -> bytes:
         """All of it."""
@@ -82,11 +100,22 @@ class Body:
         for piece in self._pieces(start, end):
             hasher.update(piece)
 
+    def hashed_to(self, offset: int) -> xxhash.xxh3_128:
+        """A hasher that has seen the bytes up to ``offset``; cheap when asked in rising order, or again."""
+        state = self._states.get(offset)
+        if state is None:
+            if offset < self._hashed:
+                state = xxhash.xxh3_128()
+                self.feed(state, 0, offset)
+            else:
+                self.feed(self._hasher, self._hashed, offset)
+                self._hashed, state = offset, self._hasher.copy()
+            self._states[offset] = state
+        return state
+
     def digest(self) -> bytes:
         """[16 bytes] digest of all of it."""
-        hasher = xxhash.xxh3_128()
-        self.feed(hasher, 0, self.size)
-        return hasher.digest()
+        return self.hashed_to(self.size).digest()
 
     def _pieces(self, start: int, end: int) -> Iterator[memoryview]:
         at = bisect.bisect_right(self._ends, start)
@@ -200,12 +229,9 @@ def remember(body: Body, dialect: Dialect, reading: Reading, matched: Matched) -
     """What the next request of this conversation can make use of; ``None`` when offsets are not known."""
     if not reading.ends:
         return None
-    hasher = xxhash.xxh3_128()
-    done = 0
     marks = list(reading.kept)
-    if marks:
-        done = marks[-1].offset
-        body.feed(hasher, 0, done)
+    done = marks[-1].offset if marks else 0
+    hasher = body.hashed_to(done).copy()
     for count, place in matched.marks:
         end = reading.ends[count - 1]
         body.feed(hasher, done, end)
@@ -292,14 +318,9 @@ def _deepest(body: Body, memo: Memo) -> int:
     first = memo.marks[0].offset
     if first > body.size or body.between(first - len(memo.probe), first) != memo.probe:
         return -1
-    hasher = xxhash.xxh3_128()
-    done, found = 0, -1
+    found = -1
     for at, mark in enumerate(memo.marks):
-        if mark.offset > body.size:
-            break
-        body.feed(hasher, done, mark.offset)
-        done = mark.offset
-        if hasher.digest() != mark.digest:
+        if mark.offset > body.size or body.hashed_to(mark.offset).digest() != mark.digest:
             break
         found = at
     return found

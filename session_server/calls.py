@@ -78,6 +78,11 @@ class Call:
                 self.task.cancel()
 
     @property
+    def cancelled(self) -> bool:
+        """Whether its generation is being ended: it has nothing for a request that comes now."""
+        return self._abort is not None
+
+    @property
     def abort_reason(self) -> TollwayError:
         """Why the generation was cancelled."""
         return self._abort or RequestAborted("the request was cancelled")
@@ -103,12 +108,10 @@ class CallBook:
 
     def find(self, digest: bytes, *, key: str | None, retry: bool) -> Call | None:
         """The call that a request repeats. Raises ``BadRequest`` when a key comes back with another body."""
-        if key is not None:
-            call = self._by_key.get(key)
-            if call is not None and call.digest != digest:
-                raise other_body()
-            return call
-        return self._by_body.get(digest) if retry else None
+        call = self._by_key.get(key) if key is not None else self._by_body.get(digest) if retry else None
+        if call is not None and call.digest != digest:
+            raise other_body()
+        return None if call is None or call.cancelled else call
 
     def start(self, call: Call, work: Coroutine[object, object, None]) -> None:
         """Run ``work`` as the generation of ``call``; failed calls are forgotten, so that a retry runs anew."""

@@ -144,7 +144,7 @@ def _row(leaf: _Leaf, facts: ExportFacts, policy: ExportPolicy, trained: set[int
         prompt_tokens=tuple(record.prompt_tokens for record in records),
         turn_times=tuple((record.started_at, record.ended_at) for record in records),
         turn_sampling=() if all(r.sampling == sampling for r in records) else tuple(r.sampling for r in records),
-        truncated=records[-1].finish_reason == "length",
+        truncated=leaf.turn.overflowed or any(record.finish_reason == "length" for record in records),
         side_request=leaf.side,
         trainable=_trainable(leaf, policy),
         untrainable_reason="" if _trainable(leaf, policy) else reason,

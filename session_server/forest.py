@@ -79,6 +79,8 @@ class Node:
     """False once it is known that the client went before the reply reached it."""
     superseded: bool = False
     """A later answer to the same question replaced this one, which no client saw."""
+    overflowed: bool = False
+    """A request that continued it did not fit the context."""
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""

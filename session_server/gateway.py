@@ -52,7 +52,9 @@ class Gateway:
         self.crew = crew
         self.siblings = Siblings(crew, admin_key)
         self.creations = Repeats()
-        self.family = load_family(config.family, tokenizer=config.tokenizer, thinking=config.thinking)
+        self.family = load_family(
+            config.family, tokenizer=config.tokenizer, thinking=config.thinking, chat_template=config.chat_template
+        )
         self.journal = Journal(
             config.journal, max_bytes=config.journal_max_bytes, compact_after_bytes=config.compact_after_bytes
         )

@@ -49,27 +49,27 @@ def header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
 
 async def read_body(receive: Receive, limit: int) -> bytes | None:
     """The whole request body; ``None`` when the client went away. Raises ``BadRequest`` over ``limit`` bytes."""
-    parts = await read_parts(receive, limit)
-    return None if parts is None else parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def read_parts(receive: Receive, limit: int) -> list[bytes] | None:
-    """As ``read_body``, in the pieces in which it came: nobody has to join a body of which little is new."""
     parts: list[bytes] = []
+    if not await read_parts(receive, limit, parts.append):
+        return None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_parts(receive: Receive, limit: int, take: Callable[[bytes], None]) -> bool:
+    """Hand the request body to ``take`` as it comes; False when the client went away. Raises as ``read_body``."""
     size = 0
     more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            return None
+            return False
         part = cast(bytes, message.get("body", b""))
         size += len(part)
         if size > limit:
             raise BadRequest(f"the body has more than {limit} bytes, which is server.max_body_bytes")
-        if part:
-            parts.append(part)
+        take(part)
         more = bool(message.get("more_body", False))
-    return parts
+    return True
 
 
 async def send_reply(send: Send, status: int, body: bytes, headers: Headers = JSON) -> None:

@@ -42,13 +42,13 @@ CREATE TABLE IF NOT EXISTS turns (
   session_id TEXT NOT NULL, number INTEGER NOT NULL, parent INTEGER, reason TEXT NOT NULL, digests BLOB NOT NULL,
   suffix BLOB NOT NULL, sampled BLOB NOT NULL, logprobs BLOB NOT NULL, meta BLOB NOT NULL, messages BLOB NOT NULL,
   routes BLOB, extras BLOB, idempotency_key TEXT, reply_id TEXT NOT NULL, reply BLOB,
-  superseded INTEGER NOT NULL DEFAULT 0
+  superseded INTEGER NOT NULL DEFAULT 0, overflowed INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, number);
 """
 _LOCK_WAIT_S = 15.0
 """A server whose owner was killed needs a moment to end before its successor can have the journal."""
-_VERSION = 2
+_VERSION = 3
 _BATCH = 256
 _PAGE = 32768
 """Bytes. A turn with routed experts is one blob of up to some MB: small pages cost it half as much CPU again."""

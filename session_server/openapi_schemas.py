@@ -122,7 +122,7 @@ _CHAT: Schemas = {
             _is("assistant"),
             _parts("TextPart", "RefusalPart"),
             reasoning_content=_maybe("string"),
-            tool_calls=_maybe_of(_list(_ref("ChatToolCall"))),
+            tool_calls=_any_of(_list(_ref("ChatToolCall")), _UNSET),
             function_call=_UNSET,
             audio=_UNSET,
         ),
@@ -244,12 +244,12 @@ _RESPONSES: Schemas = {
             encrypted_content=_maybe("string"),
         ),
         _object(
-            "type call_id name arguments",
+            "type call_id name",
             type=_is("function_call"),
             call_id=_NAME,
             name=_NAME,
             namespace=_maybe("string"),
-            arguments=_TEXT,
+            arguments=_any_of(_maybe("string"), _FREE_OBJECT),
         ),
         _object("type call_id name input", type=_is("custom_tool_call"), call_id=_NAME, name=_NAME, input=_TEXT),
         _object(
@@ -381,7 +381,7 @@ _RESPONSES: Schemas = {
 
 # -- Messages ---------------------------------------------------------------------------------------
 
-_TEXTS = _any_of(_TEXT, _list(_ref("TextBlock")))
+_TEXTS = _maybe_of(_TEXT, _list(_ref("TextBlock")))
 _ASKED: Json = {
     "model": _maybe("string"),
     "system": _maybe_of(_TEXT, _list(_ref("TextBlock"))),
@@ -419,7 +419,7 @@ _MESSAGES: Schemas = {
     "AnthropicInput": _any_of(
         _message(
             _is("user"),
-            _any_of(
+            _maybe_of(
                 _TEXT,
                 _list(
                     _any_of(
@@ -429,29 +429,27 @@ _MESSAGES: Schemas = {
                             type=_is("tool_result"),
                             tool_use_id=_NAME,
                             content=_TEXTS,
-                            is_error={"type": "boolean"},
+                            is_error=_FLAG,
                         ),
                     )
                 ),
             ),
-            "role content",
         ),
         _message(
             _is("assistant"),
-            _any_of(
+            _maybe_of(
                 _TEXT,
                 _list(
                     _any_of(
                         _ref("TextBlock"),
                         _object("type thinking", type=_is("thinking"), thinking=_TEXT, signature=_TEXT),
                         _object("type", type=_is("redacted_thinking")),
-                        _object("type id name input", type=_is("tool_use"), id=_TEXT, name=_NAME, input=_FREE_OBJECT),
+                        _object("type id name", type=_is("tool_use"), id=_TEXT, name=_NAME, input=_maybe("object")),
                     )
                 ),
             ),
-            "role content",
         ),
-        _message(_is("system"), _TEXTS, "role content"),
+        _message(_is("system"), _TEXTS),
     ),
     "AnthropicTool": _any_of(
         _object(

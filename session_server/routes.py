@@ -114,7 +114,7 @@ def token_of(request: Request) -> str | None:
     return auth.credential(request.headers.raw)
 
 
-def admin(request: Request) -> Gateway:
+async def admin(request: Request) -> Gateway:
     """The gateway, for the admin key only."""
     gateway = gateway_of(request)
     if not gateway.is_admin(token_of(request)):
@@ -122,7 +122,7 @@ def admin(request: Request) -> Gateway:
     return gateway
 
 
-def local(request: Request) -> Gateway:
+async def local(request: Request) -> Gateway:
     """The gateway, for loopback or the admin key."""
     gateway = gateway_of(request)
     if request.client is not None and request.client.host not in _LOOPBACK and not gateway.is_admin(token_of(request)):

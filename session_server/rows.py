@@ -50,8 +50,10 @@ SESSION_COLUMNS = "id, token_hash, state, task_id, group_id, created_at, expires
 CARD_COLUMNS = "id, token_hash, expires_at"
 _BLOBS = "suffix, sampled, logprobs, meta, messages, routes, extras"
 _SIZES = "+".join(f"coalesce(length({name}),0)" for name in _BLOBS.split(", "))
-NODE_COLUMNS = f"number, parent, reason, digests, suffix, sampled, meta, reply_id, superseded, {_SIZES}"
-TURN_COLUMNS = "number, parent, reason, digests, suffix, sampled, logprobs, meta, routes, extras, superseded"
+NODE_COLUMNS = f"number, parent, reason, digests, suffix, sampled, meta, reply_id, superseded, overflowed, {_SIZES}"
+TURN_COLUMNS = (
+    "number, parent, reason, digests, suffix, sampled, logprobs, meta, routes, extras, superseded, overflowed"
+)
 _INSERT_TURN = (
     "INSERT INTO turns (session_id, number, parent, reason, digests, suffix, sampled, logprobs, meta, messages, "
     "routes, extras, idempotency_key, reply_id, reply) VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)"
@@ -169,7 +171,7 @@ def turn_insert(session_id: str, node: Node, record: TurnRecord, insert: TurnIns
 
 def node_from_row(row: Row, nodes: Mapping[int, Node], *, boot: str) -> tuple[Node, int]:
     """(node, bytes that its row takes); its parent must be in ``nodes`` already."""
-    number, parent, reason, digests, suffix, sampled, meta, reply_id, superseded, size = row
+    number, parent, reason, digests, suffix, sampled, meta, reply_id, superseded, overflowed, size = row
     facts = orjson.loads(cast(bytes, meta))
     suffix_ids, sampled_ids = (
         np.frombuffer(cast(bytes, suffix), np.int32),
@@ -193,6 +195,7 @@ def node_from_row(row: Row, nodes: Mapping[int, Node], *, boot: str) -> tuple[No
         reply_id=cast(str, reply_id),
         facts=CallFacts(**known) if known is not None else None,
         superseded=bool(superseded),
+        overflowed=bool(overflowed),
         request_digest=named["request_digest"],
         end_digest=named["end_digest"],
         bare_digest=named["bare_digest"],
@@ -212,12 +215,13 @@ class KeptTurn:
     reason: str
     with_tools: bool
     superseded: bool
+    overflowed: bool
     record: TurnRecord
 
 
 def turn_from_row(row: Row) -> KeptTurn:
     """A whole turn, arrays included."""
-    number, parent, reason, digests, suffix, sampled, logprobs, meta, routes, extras, superseded = row
+    number, parent, reason, digests, suffix, sampled, logprobs, meta, routes, extras, superseded, overflowed = row
     facts = orjson.loads(cast(bytes, meta))
     route_rows = None
     if routes is not None:
@@ -254,6 +258,7 @@ def turn_from_row(row: Row) -> KeptTurn:
         cast(str, reason),
         _digests(digests)["tools"] != _EMPTY,
         bool(superseded),
+        bool(overflowed),
         record,
     )
 

@@ -42,7 +42,7 @@ def sampling_of(
     for name in _DISTRIBUTION:
         asked, fixed = getattr(wish, name), getattr(base, name)
         used[name] = fixed if asked is None or name in own else asked
-        session.sampling_overridden += int(asked is not None and asked != used[name])
+        session.tally.sampling_overridden += int(asked is not None and asked != used[name])
     limit = config.context_length or router.context_length()
     room = limit - prompt_tokens if limit is not None else None
     if limit is not None and room is not None and room < 1:

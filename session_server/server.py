@@ -23,7 +23,7 @@ import uvicorn
 import uvloop
 
 from tollway.errors import ConfigError
-from tollway.heap import keep_freed_memory
+from tollway.heap import keep_freed_memory, settle
 from tollway.router.config import RouterConfig
 from tollway.serving import KEEP_ALIVE_S, announce, listen
 from tollway.session_server.app import TollwayApp
@@ -93,6 +93,7 @@ async def _serve(gateway: Gateway, app: App, listeners: Sequence[socket.socket],
     """Serve on ``listeners``; the ready line names the second of a worker's, else the only one."""
     try:
         await gateway.start()
+        settle()
         settings = uvicorn.Config(
             app,
             http="httptools",

@@ -17,7 +17,7 @@ from tollway.session_server.calls import CallBook
 from tollway.session_server.forest import Forest, Node
 from tollway.session_server.matching import Digest
 
-__all__ = ["Card", "Outcome", "Session", "SessionState", "Settings"]
+__all__ = ["Card", "Outcome", "Session", "SessionState", "Settings", "Tally"]
 
 SessionState = Literal["open", "closed"]
 _MEMOS = 8
@@ -50,6 +50,16 @@ class Outcome:
 
 
 @dataclass(slots=True, eq=False)
+class Tally:
+    """What is counted of a session and is in no row; it begins anew when the server starts."""
+
+    sampling_overridden: int = 0
+    """Requests whose temperature, top_p or top_k gave way to the session's."""
+    failed_calls: dict[str, int] = field(default_factory=dict)
+    """Calls that were begun and recorded nothing, by error code."""
+
+
+@dataclass(slots=True, eq=False)
 class Card:
     """What is always known of an open session."""
 
@@ -58,6 +68,7 @@ class Card:
     """Unix seconds."""
     used_at: float
     """Unix seconds of its creation, its last call, or the server's start."""
+    tally: Tally = field(default_factory=Tally)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,8 +93,7 @@ class Session:
     """Ids kept over all branches."""
     stored_bytes: int = 0
     """Journal bytes of its turns."""
-    sampling_overridden: int = 0
-    """Requests whose temperature, top_p or top_k gave way to the session's."""
+    tally: Tally = field(default_factory=Tally)
     memos: list[Memo] = field(default_factory=list)
     """What is remembered of earlier request bodies, latest first."""
     committing: Counter[Digest] = field(default_factory=Counter)
@@ -137,7 +147,8 @@ class Session:
             "reward": self.outcome.reward if self.outcome else None,
             "error": self.outcome.error if self.outcome else None,
             "in_flight": self.calls.running,
-            "sampling_overridden": self.sampling_overridden,
+            "failed_calls": self.tally.failed_calls,
+            "sampling_overridden": self.tally.sampling_overridden,
             "turns": len(nodes),
             "sampled_tokens": sum(node.sampled_size for node in nodes),
             "stored_tokens": self.tokens,
@@ -160,4 +171,5 @@ def _describe(node: Node) -> dict[str, object]:
         "versions": [[span.version, span.start, span.end] for span in node.versions],
         "engine_kinds": sorted({span.kind for span in node.versions if span.kind}),
         "superseded": node.superseded,
+        "overflowed": node.overflowed,
     }

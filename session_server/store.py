@@ -129,7 +129,7 @@ class SessionStore:
             forest=Forest(call_ids=self._config.match_tool_call_ids),
         )
         # Counted before the write, so that a burst cannot pass the cap.
-        self._open[session_id] = Card(session.token_hash, session.expires_at, now)
+        self._open[session_id] = Card(session.token_hash, session.expires_at, now, session.tally)
         self._loaded[session_id] = session
         try:
             await self._journal.write(session_insert(session))
@@ -255,8 +255,8 @@ class SessionStore:
             session = await self._load(session_id)
             if session is None or self._loading.get(session_id) is not mine:
                 return None
-            if session_id in self._open:
-                session.state = "open"
+            if (card := self._open.get(session_id)) is not None:
+                session.state, session.tally = "open", card.tally
                 self._loaded[session_id] = session
                 self._restore_pin(session)
             else:

@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tollway.errors import BadRequest, CapacityExceeded, TollwayError, UpstreamError
+from tollway.errors import BadRequest, CapacityExceeded, ContextLengthExceeded, TollwayError, UpstreamError
 from tollway.messages import Message, ToolCall
 from tollway.records import Ids, Sampling, TurnRecord
 from tollway.router.engines import GenerateCall, GenerateDelta
@@ -122,6 +122,7 @@ class Turns:
         ``BadRequest``, ``ContextLengthExceeded``, ``CapacityExceeded``, the router's errors, ``JournalError``.
         """
         wish = asked.wish
+        plan: _Plan | None = None
         try:
             self._admit(session)
             plan = await self._plan(session, asked)
@@ -141,6 +142,8 @@ class Turns:
             outcomes = await self._commit(session, asked, plan, choices, keep)
         except TollwayError as error:
             metrics.TURNS.labels(error.code).inc()
+            if isinstance(error, ContextLengthExceeded) and plan is not None and plan.parent is not None:
+                await self._overflow(session, plan.parent)
             raise
         except (asyncio.CancelledError, GeneratorExit):
             metrics.TURNS.labels("cancelled").inc()
@@ -357,6 +360,14 @@ class Turns:
                 node.delivered = False
             raise
         return outcomes
+
+    async def _overflow(self, session: Session, node: Node) -> None:
+        """Note that the context ended the conversation at ``node``: its export says that it was cut."""
+        if not node.overflowed:
+            node.overflowed = True
+            await self._journal.write(
+                ("UPDATE turns SET overflowed=1 WHERE session_id=? AND number=?", (session.session_id, node.number))
+            )
 
     def _made(self, session: Session, asked: Asked, plan: _Plan, choice: _Choice) -> tuple[Node, TurnOutcome]:
         """The node and the outcome of one choice."""

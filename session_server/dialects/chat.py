@@ -288,17 +288,17 @@ def _message(raw: object, where: str) -> Message:
     if role != "assistant":
         if raw.get("tool_calls"):
             raise BadRequest(f"{where}: a {role} message cannot make tool calls", param=where)
-        call_id = raw.get("tool_call_id") if role == "tool" else None
+        call_id = _optional(raw, "tool_call_id", where) if role == "tool" else None
         return Message(
             role=cast(Role, role),
             content=content,
-            tool_call_id=call_id if isinstance(call_id, str) else None,
+            tool_call_id=call_id,
             name=_name(raw),
         )
     refusal = raw.get("refusal")
     if not content and isinstance(refusal, str):
         content = refusal
-    reasoning = raw.get("reasoning_content")
+    reasoning: object = _optional(raw, "reasoning_content", where)
     if reasoning is None:
         reasoning = raw.get("reasoning")
     calls = raw.get("tool_calls")
@@ -314,6 +314,13 @@ def _message(raw: object, where: str) -> Message:
 def _name(raw: Json) -> str | None:
     name = raw.get("name")
     return name if isinstance(name, str) and name else None
+
+
+def _optional(raw: Json, name: str, where: str) -> str | None:
+    value = raw.get(name)
+    if value is None or isinstance(value, str):
+        return value
+    raise BadRequest(f"{where}.{name} must be text, got {type(value).__name__}", param=where)
 
 
 def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
@@ -333,7 +340,7 @@ def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
             arguments = ""
         elif not isinstance(arguments, str):
             arguments = json_text(arguments, where)
-        calls.append(ToolCall(str(item.get("id") or ""), function["name"], arguments))
+        calls.append(ToolCall(_optional(item, "id", f"{where}.tool_calls") or "", function["name"], arguments))
     return tuple(calls)
 
 

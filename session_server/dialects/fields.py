@@ -32,6 +32,8 @@ __all__ = [
 Json = Mapping[str, object]
 ANY_OBJECT = '{"type":"object"}'
 """Schema of a reply that has to be any JSON object."""
+_EXACT = 2**53
+"""Beyond this a float is not the whole number that was written; JSON readers make one of any huge integer."""
 _MEDIA = ("image", "audio", "video", "file", "document")
 
 
@@ -77,7 +79,7 @@ def integer(raw: Json, name: str, low: int, high: int) -> int | None:
     value = raw.get(name)
     if value is None:
         return None
-    if isinstance(value, float) and value.is_integer():
+    if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
         value = int(value)
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise BadRequest(f"{name} must be a whole number from {low} to {high}, got {_shown(value)}", param=name)

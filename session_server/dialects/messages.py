@@ -56,7 +56,9 @@ class MessagesDialect(Dialect):
         book = _tools(raw.get("tools"))
         choice, parallel = _tool_choice(raw.get("tool_choice"), book)
         options, omit = _thinking(mapping(raw, "thinking"))
-        form = mapping(raw, "output_config").get("format")
+        output = mapping(raw, "output_config")
+        string(output, "effort")  # a hint that changes nothing, but not of any form
+        form = output.get("format")
         return Wish(
             lead=(Message(role="system", content=system),) if system else (),
             tools=tuple(book.specs),
@@ -131,7 +133,7 @@ def _thinking(raw: Json) -> tuple[RenderOptions, bool]:
     if raw and kind not in ("enabled", "disabled", "adaptive", "between_tools"):
         raise BadRequest(f"thinking.type is {str(kind)[:40]!r}; use enabled, disabled or adaptive", param="thinking")
     switch = {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
-    return RenderOptions(thinking=switch), raw.get("display") == "omitted"
+    return RenderOptions(thinking=switch), string(raw, "display") == "omitted"
 
 
 def _tools(raw: object) -> ToolBook:

@@ -8,7 +8,7 @@ from typing import Literal
 from tollway.errors import BadRequest
 from tollway.messages import Message, ToolCall
 from tollway.session_server.dialects.base import Json
-from tollway.session_server.dialects.fields import json_text, not_text, text_of
+from tollway.session_server.dialects.fields import boolean, json_text, not_text, text_of
 from tollway.session_server.dialects.sealed import unseal
 
 __all__ = ["RAW_ARGUMENTS", "read_messages", "system_text"]
@@ -88,7 +88,7 @@ def _result(block: Json, where: str) -> Message:
     if not isinstance(call_id, str) or not call_id:
         raise BadRequest(f"{where}: a tool_result needs tool_use_id", param=where)
     text = text_of(block.get("content"), f"{where}: content of a tool_result", _TEXT)
-    failed = block.get("is_error") is True
+    failed = boolean(block, "is_error") is True
     return Message(role="tool", content=_TOOL_ERROR + text if failed else text, tool_call_id=call_id)
 
 

@@ -59,8 +59,10 @@ def _one_tail(subject: Subject, message: Message, new: Sequence[Message], *, end
     if added is None or made is None:
         return "branch"
     rest = made[1]
-    if added[-len(rest) :] != rest or (ended and added != rest):
+    if ended and added != rest:
         raise Failed(f"{label}: behind {list(sampled)} come {added}, a whole rendering has {rest}")
+    if not ended:
+        subject.close_of(added, rest, sampled[-1])
     text = text_of(subject.family, added)
     if lost := [each.content for each in new if each.content not in text]:
         raise Failed(f"{label}: {lost} is not in {added}")
@@ -72,8 +74,8 @@ def _roles_kept(subject: Subject) -> str:
     said = []
     for role in ("system", "developer"):
         for place, messages in (
-            ("first", [Message(role=role, content="SAY BANANA"), USER]),  # type: ignore[arg-type]
-            ("later", [USER, Message(role="assistant", content="a"), Message(role=role, content="SAY BANANA"), USER]),  # type: ignore[arg-type]
+            ("first", [Message(role=role, content="SAY BANANA"), USER]),
+            ("later", [USER, Message(role="assistant", content="a"), Message(role=role, content="SAY BANANA"), USER]),
         ):
             try:
                 ids = subject.family.render_prompt(messages, subject.specimens.tools).tolist()

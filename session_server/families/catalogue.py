@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from tollway.errors import ConfigError
+from tollway.session_server.families.folding import FoldingTokenizer
 from tollway.session_server.families.renderers_family import Renderer, RenderersFamily
 from tollway.session_server.tokens import ControlTokenizer, load_tokenizer
 
@@ -66,12 +67,13 @@ def renderers_family(name: str, tokenizer: ControlTokenizer, *, thinking: bool =
     kind, fields = _kind(name)
     switch = thinking_switch(name, kind)
     built: dict[bool, Renderer] = {}
+    folding = FoldingTokenizer(tokenizer)
     try:
         from renderers.base import create_renderer
 
         for wanted in (True, False) if switch else (thinking,):
-            built[wanted] = create_renderer(tokenizer, kind(**fields, **(switch[wanted] if switch else {})))
-        family = RenderersFamily(name, tokenizer, built, thinking=thinking, guarded=name not in _OWN_ENCODER)
+            built[wanted] = create_renderer(folding, kind(**fields, **(switch[wanted] if switch else {})))
+        family = RenderersFamily(name, folding, built, thinking=thinking, guarded=name not in _OWN_ENCODER)
     except Exception as error:
         # The library asserts and raises freely on vocabularies that are not its model's.
         raise ConfigError(f"family {name!r} does not fit tokenizer {tokenizer.name_or_path}: {error}") from error

@@ -26,11 +26,11 @@ from tollway.session_server.families.base import (
     arguments_text,
     cut_at_stop,
 )
+from tollway.session_server.families.folding import FoldingTokenizer
 from tollway.session_server.families.foreign import ForeignText, plain_tools
 from tollway.session_server.families.formats import TOOL_FORMATS
 from tollway.session_server.families.stream import Channel, Markers, PartialReader, PartialReply, ReplyStream
 from tollway.session_server.families.tokenized import TokenizedFamily
-from tollway.session_server.tokens import ControlTokenizer
 
 __all__ = ["Renderer", "RenderersFamily", "ReplyReader"]
 
@@ -58,6 +58,9 @@ _AFTER_END = {"laguna-m.1": "\n", "laguna-xs.2": "\n"}
 """What stands behind ``</assistant>`` in the template and is missing in the library's extensions."""
 _DSML_RESULTS = "</tool_result>\n\n<tool_result>"
 """What DeepSeek-V4's template writes between two tool results."""
+
+
+_SAMPLE = 64
 
 
 class Renderer(typing.Protocol):
@@ -93,14 +96,16 @@ class RenderersFamily(TokenizedFamily):
     def __init__(
         self,
         name: str,
-        tokenizer: ControlTokenizer,
+        folding: FoldingTokenizer,
         renderers: Mapping[bool, Renderer],
         *,
         thinking: bool,
         guarded: bool = True,
     ) -> None:
         """``guarded``: foreign text reaches the tokenizer through us; else the renderer keeps it apart itself."""
+        tokenizer = folding.inner
         super().__init__(name, tokenizer, TOOL_FORMATS.get(name))
+        self._folding = folding
         if self.tool_format is None:
             self.think = _THINK.get(name)
         self.source = "renderers"
@@ -118,6 +123,22 @@ class RenderersFamily(TokenizedFamily):
         self._strings = {number: text for text, number in tokenizer.control.items()}
         self._after_end = tokenizer.encode(_AFTER_END.get(name, ""))
         self._learn_roles()
+        folding.enabled = self._folds()
+
+    def _folds(self) -> bool:
+        """Whether this renderer gives the same ids when the middles of long texts are kept from it."""
+        text = "a b\nc, " * _SAMPLE
+        messages = [Message(role="user", content=text)]
+        results = [Message(role="tool", content=text, tool_call_id="call_1"), Message(role="user", content=text)]
+        found: list[list[object]] = []
+        for folded in (True, False):
+            self._folding.enabled = folded
+            whole = self.render_prompt(messages, ())
+            end = np.array([*self.tokenizer.encode("yes"), *self.stop_ids[:1]], np.int32)
+            tail = PathTail(whole[-_SAMPLE:], end, "stop")
+            more = [self.extend(tail, new, ()) for new in (results[:1], results[1:])]
+            found.append([ids.tolist() if ids is not None else None for ids in (whole, *more)])
+        return found[0] == found[1]
 
     def shown(self, messages: Sequence[Message], tools: Sequence[ToolSpec]) -> str:
         """See ``TokenizedFamily``."""
@@ -133,10 +154,10 @@ class RenderersFamily(TokenizedFamily):
         """See ``Family``."""
         messages = self._accepted(messages)
         renderer = self._renderer(options)
+        dicts, listed = self._foreign.messages(messages), self._foreign.tools(tools)
         try:
-            ids = renderer.render_ids(
-                self._foreign.messages(messages), tools=self._foreign.tools(tools), add_generation_prompt=True
-            )
+            with self._folding.folding():
+                ids = self._folding.unfold(renderer.render_ids(dicts, tools=listed, add_generation_prompt=True))
         except Exception as error:
             # Templates refuse what they cannot render with all kinds of errors.
             raise BadRequest(f"{self.name} cannot render these messages: {error}", param="messages") from error
@@ -189,11 +210,11 @@ class RenderersFamily(TokenizedFamily):
         tools: Sequence[ToolSpec],
     ) -> list[int] | None:
         before = [*prompt, *sampled]
-        bridge = renderer.bridge_to_next_turn(prompt, sampled, dicts, tools=self._foreign.tools(tools))
-        if bridge is None or list(bridge.token_ids[: len(before)]) != before:
-            return None
-        added: list[int] = bridge.token_ids[len(before) :]
-        return added
+        with self._folding.folding():
+            bridge = renderer.bridge_to_next_turn(prompt, sampled, dicts, tools=self._foreign.tools(tools))
+            if bridge is None or list(bridge.token_ids[: len(before)]) != before:
+                return None
+            return self._folding.unfold(bridge.token_ids[len(before) :])
 
     def parse(
         self, sampled: Ids, tools: Sequence[ToolSpec], *, prompt_end: Ids, stop: str | None = None
@@ -221,8 +242,9 @@ class RenderersFamily(TokenizedFamily):
         return self._renderers[begin is None or first == begin]
 
     def controls_in(self, ids: list[int]) -> list[str]:
-        """Strings of the control ids among ``ids``."""
-        return [self._strings[token] for token in self.tokenizer.control_ids.intersection(ids)]
+        """Strings of the control ids among ``ids``, but for those around thinking, which replies talk about."""
+        found = (self._strings[token] for token in self.tokenizer.control_ids.intersection(ids))
+        return [text for text in found if text not in (self.think or ())]
 
     def _section_close(self, sampled: list[int]) -> list[int]:
         """What closes the section of calls when generation was stopped at the end of its first call."""
@@ -265,6 +287,7 @@ class ReplyReader(PartialReader):
         ids = self._before_end(ids)
         parsed = self._parse(ids)
         if parsed is None:
+            logger.warning("%s cannot parse a reply of %d ids; it becomes text", self._family.name, len(ids))
             return ParsedReply(self._family.tokenizer.decode(ids).strip())
         calls: list[ParsedCall] = []
         content = str(parsed.content).strip()
@@ -316,8 +339,8 @@ class ReplyReader(PartialReader):
                     return earlier
             return parsed
         except Exception as error:
-            # What a model writes must not break a turn: it becomes text.
-            logger.warning("%s cannot parse a reply of %d ids: %s", self._family.name, len(ids), error)
+            # What a model writes must not break a turn. A stream asks often: the verdict on the whole warns.
+            logger.debug("%s cannot parse %d ids: %r", family.name, len(ids), error)
             return None
 
     def _call(self, attempt: typing.Any) -> ParsedCall | None:

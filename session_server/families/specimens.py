@@ -81,7 +81,8 @@ class Specimens:
 
     def whole(self, reply: Message, new: Sequence[Message]) -> list[int]:
         """The conversation rendered from nothing."""
-        return self.family.render_prompt([USER, reply, *new], self.tools).tolist()
+        ids: list[int] = self.family.render_prompt([USER, reply, *new], self.tools).tolist()
+        return ids
 
     def written(self, message: Message, new: Sequence[Message]) -> tuple[list[int], list[int]] | None:
         """(ids of the reply up to its end, ids behind it) in the whole rendering; ``None`` when it is refused."""
@@ -123,43 +124,9 @@ class Specimens:
         )
 
 
-_PIECES = (
-    "<",
-    "|",
-    "im_",
-    "end",
-    ">",
-    "think",
-    "/",
-    "[",
-    "]",
-    "{",
-    '"',
-    "\\",
-    "\n",
-    "\r\n",
-    " ",
-    "\t",
-    "tool",
-    "_call",
-)
-_PIECES += (
-    "é",
-    "e\u0301",
-    "中文",
-    "🙂",
-    "\ufdd0",
-    "\u200b",
-    "1",
-    "23",
-    "456",
-    "'s",
-    "'LL",
-    "Ab",
-    "cD",
-    "\u00a0",
-    "a",
-    "ß",
+_PIECES: tuple[str, ...] = (
+    *("<", "|", "im_", "end", ">", "think", "/", "[", "]", "{", '"', "\\", "\n", "\r\n", " ", "\t", "tool", "_call"),
+    *("é", "e\u0301", "中文", "🙂", "\ufdd0", "\u200b", "1", "23", "456", "'s", "'LL", "Ab", "cD", "\u00a0", "a", "ß"),
 )
 
 

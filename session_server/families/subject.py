@@ -81,6 +81,15 @@ class Subject:
         )  # fmt: skip
         return None if added is None else added.tolist()
 
+    def close_of(self, added: list[int], rest: list[int], end: int) -> list[int]:
+        """What an extension put before ``rest``: it has to end the turn."""
+        close = added[: len(added) - len(rest)]
+        if added[len(close) :] != rest:
+            raise Failed(f"{added} does not end with the {rest} of a whole rendering")
+        if not close or not set(close) & {end, *self.family.stop_ids}:
+            raise Failed(f"{added} does not close the reply")
+        return close
+
     def same_suffix(self, sampled: Sequence[int], canonical: Sequence[int]) -> str:
         """Sampled ids that text would not encode to must not change what follows them."""
         plain, _ = self.answered()

@@ -59,7 +59,7 @@ def _cut_by_length(subject: Subject) -> str:
     added = subject.extend(reply.sampled[:-1], TAILS[0][1], reply=reply.message, finish="length")
     if added is None:
         return "branch"
-    close = _close(added, rest, reply.sampled[-1], subject)
+    close = subject.close_of(added, rest, reply.sampled[-1])
     thought = subject.specimens.thought
     if not thought:
         return f"closed by {close}"
@@ -71,16 +71,6 @@ def _cut_by_length(subject: Subject) -> str:
     return f"closed by {close}, inside thinking by {cut[: len(cut) - len(rest)]}"
 
 
-def _close(added: list[int], rest: list[int], end: int, subject: Subject) -> list[int]:
-    """What an extension put before ``rest``: it has to end the turn."""
-    close = added[: len(added) - len(rest)]
-    if added[len(close) :] != rest:
-        raise Failed(f"{added} does not end with the {rest} of a whole rendering")
-    if not close or not set(close) & {end, *subject.family.stop_ids}:
-        raise Failed(f"{added} does not close the reply")
-    return close
-
-
 def _stop_string(subject: Subject) -> str:
     reply, rest = subject.answered()
     ids = [*subject.specimens.thought, *subject.encode("look\nObservation: x")]
@@ -88,7 +78,7 @@ def _stop_string(subject: Subject) -> str:
     if verdict.content != "look":
         raise Failed(f"{ids} cut at '\\nObservation:' reads {verdict.content!r}, not 'look'")
     added = subject.extend(ids, TAILS[0][1], reply=Message(role="assistant", content="look"))
-    return "branch" if added is None else f"closed by {_close(added, rest, reply.sampled[-1], subject)}"
+    return "branch" if added is None else f"closed by {subject.close_of(added, rest, reply.sampled[-1])}"
 
 
 def _other_ends(subject: Subject) -> str:
@@ -217,8 +207,8 @@ def _places(
             TOOLS,
         ),
     )
-    for escaped in (False, True):
-        yield "arguments", lambda text, escaped=escaped: ([USER, call(text, escaped=escaped), said, USER], TOOLS)
+    yield "arguments", lambda text: ([USER, call(text, escaped=False), said, USER], TOOLS)
+    yield "escaped arguments", lambda text: ([USER, call(text, escaped=True), said, USER], TOOLS)
     yield "tool list", lambda text: ([USER], (spec(text),))
 
 

@@ -85,8 +85,9 @@ class TokenizedFamily(Family):
     def _opens_behind_system(self) -> bool:
         """Whether a prompt that ends with a system message still opens the reply."""
         asked = [Message(role="user", content="probe0"), Message(role="assistant", content="probe1")]
-        ends = [self.shown([*asked, Message(role=role, content="probe2")], ()) for role in ("user", "system")]  # type: ignore[arg-type]
-        return ends[0].rpartition("probe2")[2][-8:] == ends[1].rpartition("probe2")[2][-8:]
+        last = (Message(role="user", content="probe2"), Message(role="system", content="probe2"))
+        one, other = (self.shown([*asked, message], ()).rpartition("probe2")[2] for message in last)
+        return one[-8:] == other[-8:]
 
     def _accepted(self, messages: Sequence[Message], *, later: bool = False) -> Sequence[Message]:
         """Messages in a form that the template loses none of; ``later``: earlier ones stand before them.

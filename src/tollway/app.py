@@ -105,7 +105,10 @@ def check_names(settings: Settings) -> None:
     """Raise ``ConfigError`` for an environment, sandbox provider or model family that does not exist."""
     open_environment(settings.env)
     open_provider(settings.sandbox)
-    load_family(settings.server.family, tokenizer=settings.server.tokenizer, thinking=settings.server.thinking)
+    server = settings.server
+    load_family(
+        server.family, tokenizer=server.tokenizer, thinking=server.thinking, chat_template=server.chat_template
+    )
 
 
 def preflight(settings: Settings) -> None:

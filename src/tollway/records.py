@@ -310,7 +310,8 @@ class Trajectory:
     turn_sampling: tuple[Sampling, ...] = ()
     """Parallel to ``turn_spans``, or empty: every call sampled with ``sampling``."""
     truncated: bool = False
-    """The last reply was cut by a limit before the model ended it."""
+    """A limit cut the conversation: one of its replies, see ``finish_reasons``, or its next request, which did not
+    fit the context."""
     side_request: bool = False
     """A call beside the task, such as a title request."""
     untrainable_reason: str = ""

@@ -246,7 +246,9 @@ async def _evaluate(settings: Settings, fleet: Fleet, notes: Notes, *, blank_too
 async def _demonstrations(settings: Settings, fleet: Fleet) -> list[Demonstration]:
     """Token ids and masks of the environment's scripted episodes, rendered by the served family."""
     warm, server = settings.trainer.warm_start, settings.server
-    family = load_family(server.family, tokenizer=server.tokenizer, thinking=server.thinking)
+    family = load_family(
+        server.family, tokenizer=server.tokenizer, thinking=server.thinking, chat_template=server.chat_template
+    )
     shown = await demonstrations(
         fleet.provider, warm.steps * warm.batch, seed=settings.run.seed, recipe=settings.env.demonstrations
     )

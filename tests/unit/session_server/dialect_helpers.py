@@ -8,12 +8,36 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import vocabularies
 
 from tollway.messages import Message, ToolCall
 from tollway.records import FinishReason, Sampling, TopLogprobs, TurnRecord, VersionSpan
 from tollway.session_server.dialects.base import Dialect, ReplyNames, StreamWriter
 from tollway.session_server.families.base import Family, StreamDelta
 from tollway.session_server.request import TurnDelta, TurnOutcome, Wish
+from tollway.session_server.tokens import ControlTokenizer
+
+TOKENIZER = ControlTokenizer(vocabularies.small(), name="small-qwen3")
+"""Of the ``qwen`` family of these tests."""
+ID = TOKENIZER.control
+END = [ID["<|im_end|>"]]
+USER = {"role": "user", "content": "go"}
+
+
+def text(words: str) -> list[int]:
+    """Ids of template text: control strings are control ids."""
+    return TOKENIZER.encode(words)
+
+
+def think(words: str) -> list[int]:
+    """Ids of a finished thought."""
+    return [ID["<think>"], *text(f"\n{words}\n"), ID["</think>"], *text("\n\n")]
+
+
+def call(name: str, arguments: str = "{}") -> list[int]:
+    """Ids of a tool call."""
+    body = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
+    return [ID["<tool_call>"], *text(body), ID["</tool_call>"]]
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import numpy as np
+import orjson
 
 from tollway.records import Trajectory
 from tollway.router.fake import FakeReply, FakeRequest
@@ -25,6 +26,10 @@ RUN = {"type": "function", "function": {"name": "run", "parameters": {"type": "o
 TOOLS = [RUN, EDIT]
 CALL_EDIT = [263, *b"edit", 265, *b"cast", 261]
 """A reply of the byte family that calls ``edit``."""
+
+
+ROUTES = {"chat/completions": "messages", "responses": "input", "messages": "messages"}
+"""Route of every dialect and the field that holds its conversation."""
 
 
 def user(text: str) -> dict[str, Any]:
@@ -97,6 +102,41 @@ def joined(events: list[Any]) -> dict[str, Any]:
         if choice["finish_reason"] is not None:
             out["finish"].append(choice["finish_reason"])
     return out
+
+
+async def call(
+    server: FakeServer, session: Session, route: str, body: dict[str, Any], headers: dict[str, str] | None = None
+) -> tuple[int, dict[str, Any]]:
+    """One call of any dialect: (status, JSON)."""
+    sent = {"x-api-key": session.token, **(headers or {})}
+    url = f"{session.base_url}/v1/{route}"
+    async with server.http.post(url, data=orjson.dumps(body), headers=sent) as response:
+        return response.status, json.loads(await response.read())
+
+
+async def ok(server: FakeServer, session: Session, route: str, body: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a call of any dialect that must succeed."""
+    status, value = await call(server, session, route, body)
+    assert status == 200, value
+    return value
+
+
+def asked(route: str, *messages: Any, **more: Any) -> dict[str, Any]:
+    """Body of any dialect."""
+    return {"model": "m", ROUTES[route]: list(messages), **({"max_tokens": 64} if route == "messages" else {}), **more}
+
+
+def echoed(route: str, value: dict[str, Any]) -> list[dict[str, Any]]:
+    """An answer of any dialect as its next request carries it."""
+    if route == "chat/completions":
+        return [value["choices"][0]["message"]]
+    return list(value["output"]) if route == "responses" else [{"role": "assistant", "content": value["content"]}]
+
+
+def reasons(server: FakeServer) -> list[str]:
+    """Why each node of the only session is where it is."""
+    (session,) = server.gateway.store._loaded.values()
+    return [node.reason for node in session.forest.nodes.values()]
 
 
 async def rows(server: FakeServer, session: Session) -> tuple[Trajectory, ...]:

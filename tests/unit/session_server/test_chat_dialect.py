@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import vocabularies
-from dialect_helpers import Reply, events_of, names, play, wish_of
+from dialect_helpers import END, ID, USER, Reply, call, events_of, names, play, text, wish_of
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tollway.errors import BadRequest, ContextLengthExceeded, EngineLost
@@ -18,12 +17,6 @@ from tollway.session_server.dialects.chat import CHAT
 from tollway.session_server.dialects.fields import json_object
 from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.request import ToolChoice, TurnDelta
-from tollway.session_server.tokens import ControlTokenizer
-
-TOKENIZER = ControlTokenizer(vocabularies.small(), name="small-qwen3")
-ID = TOKENIZER.control
-END = [ID["<|im_end|>"]]
-USER = {"role": "user", "content": "go"}
 
 
 def function(name: str) -> dict[str, Any]:
@@ -31,15 +24,6 @@ def function(name: str) -> dict[str, Any]:
 
 
 ADD, MUL = function("add"), function("mul")
-
-
-def text(words: str) -> list[int]:
-    return TOKENIZER.encode(words)
-
-
-def call(name: str, arguments: str) -> list[int]:
-    body = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
-    return [ID["<tool_call>"], *text(body), ID["</tool_call>"]]
 
 
 def read(*messages: dict[str, Any]) -> list[Message]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import orjson
 import pytest
 import vocabularies
 from prometheus_client import generate_latest
-from server_helpers import RUN, ask, post, rows, say, sse, user
+from server_helpers import RUN, ask, call, ok, post, reasons, rows, say, sse, user
 
 from tollway.records import VersionSpan
 from tollway.router.fake import FakeReply
@@ -30,27 +29,6 @@ def text(words: str, *, end: bool = True) -> list[int]:
 
 
 CALL = text('<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>')
-
-
-async def call(
-    server: FakeServer, session: Session, route: str, body: dict[str, Any], headers: dict[str, str] | None = None
-) -> tuple[int, dict[str, Any]]:
-    """One call of any dialect: (status, JSON)."""
-    sent = {"x-api-key": session.token, **(headers or {})}
-    url = f"{session.base_url}/v1/{route}"
-    async with server.http.post(url, data=orjson.dumps(body), headers=sent) as response:
-        return response.status, json.loads(await response.read())
-
-
-async def ok(server: FakeServer, session: Session, route: str, body: dict[str, Any]) -> dict[str, Any]:
-    status, value = await call(server, session, route, body)
-    assert status == 200, value
-    return value
-
-
-def reasons(server: FakeServer) -> list[str]:
-    (session,) = server.gateway.store._loaded.values()
-    return [node.reason for node in session.forest.nodes.values()]
 
 
 # -- responses --------------------------------------------------------------------------------------

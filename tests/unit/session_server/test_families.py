@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from tollway.errors import BadRequest, ConfigError
 from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.session_server.families.base import Family, ParsedReply, PathTail, RenderOptions
-from tollway.session_server.families.compact import ASSISTANT, BOS, CALL, END, SEP, TOOLS, USER, CompactFamily
-from tollway.session_server.families.registry import load_family
 from tollway.session_server.families.catalogue import renderers_family
+from tollway.session_server.families.compact import ASSISTANT, BOS, CALL, END, SEP, TOOLS, USER, CompactFamily
+from tollway.session_server.families.registry import families, load_family
 from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.tokens import GUARD, ControlTokenizer, load_tokenizer
 
@@ -190,7 +190,7 @@ def test_reading_a_stream_costs_a_constant_per_id_however_long_it_is() -> None:
             read += len(ids)
             return inner.parse_response(ids, **options)  # type: ignore[arg-type]
 
-    family._renderers = {True: Counting()}  # type: ignore[dict-item]
+    family._renderers = dict.fromkeys((True, False), Counting())  # type: ignore[arg-type]
     word = TOKENIZER.encode("word ")
     for length in (500, 8000):
         read = 0
@@ -199,6 +199,13 @@ def test_reading_a_stream_costs_a_constant_per_id_however_long_it_is() -> None:
         sent = "".join(delta.content + delta.reasoning for at in ids for delta in parser.feed([at]))
         assert len(sent) > 0
         assert read <= 20 * length
+        # A reply of control ids calls for a parse at each of them.
+        read = 0
+        odd = TOKENIZER.encode("a<|box_start|></think><tool_call>")
+        parser = family.stream((RUN,), prompt_end=NONE)
+        for at in (odd * length)[:length]:
+            parser.feed([at])
+        assert read <= 30 * length + 4096
 
 
 def test_settings_inside_a_tokenizer_file_cut_nothing(tmp_path: Path) -> None:
@@ -235,6 +242,20 @@ def test_a_third_partys_family_opens_by_its_path_and_gets_the_tokenizer(tmp_path
     assert family.tokenizer == tmp_path
     with pytest.raises(ConfigError, match=r"server\.family='json:JSONDecoder': .* is not a Family class"):
         load_family("json:JSONDecoder")
+
+
+def test_an_installed_packages_family_opens_by_its_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_family.py").write_text(
+        "from tollway.session_server.families.compact import CompactFamily\n"
+        "def make(tokenizer):\n    family = CompactFamily()\n    family.name = f'mine {tokenizer}'\n    return family\n"
+    )
+    installed = tmp_path / "my_family-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Name: my-family\nVersion: 1.0\n")
+    (installed / "entry_points.txt").write_text("[tollway.families]\nmy-model = my_family:make\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load_family("my-model", tokenizer=Path("here")).name == "mine here"
+    assert ("my-model", "entry point") in {(entry.name, entry.source) for entry in families()}
 
 
 def test_a_template_that_refuses_is_a_bad_request() -> None:

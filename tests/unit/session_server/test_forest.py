@@ -63,7 +63,10 @@ def kept(node: Node) -> KeptTurn:
     insert = TurnInsert(messages=b"[]", boot="b")
     (sql, values), _ = turn_insert("s", node, record(suffix.tolist(), sampled.tolist()), insert)
     names = sql[sql.index("(") + 1 : sql.index(")")].split(", ")
-    row = dict(zip(names, values, strict=True)) | {"superseded": int(node.superseded)}
+    row = dict(zip(names, values, strict=True)) | {
+        "superseded": int(node.superseded),
+        "overflowed": int(node.overflowed),
+    }
     return turn_from_row(tuple(row[name] for name in TURN_COLUMNS.split(", ")))
 
 

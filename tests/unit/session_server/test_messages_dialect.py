@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 import pytest
-import vocabularies
-from dialect_helpers import Reply, events_of, names, play, record_of, wish_of
+from dialect_helpers import END, ID, USER, Reply, call, events_of, names, play, record_of, text, think, wish_of
 
 from tollway.errors import (
     BadRequest,
@@ -28,26 +27,8 @@ from tollway.session_server.dialects.messages import MESSAGES, count_reply
 from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.matching import message_key
 from tollway.session_server.request import ToolChoice, TurnDelta, TurnOutcome
-from tollway.session_server.tokens import ControlTokenizer
 
-TOKENIZER = ControlTokenizer(vocabularies.small(), name="small-qwen3")
-ID = TOKENIZER.control
-END = [ID["<|im_end|>"]]
-USER = {"role": "user", "content": "go"}
 RUN = {"name": "run", "description": "d", "input_schema": {"type": "object", "properties": {"z": {}, "a": {}}}}
-
-
-def text(words: str) -> list[int]:
-    return TOKENIZER.encode(words)
-
-
-def think(words: str) -> list[int]:
-    return [ID["<think>"], *text(f"\n{words}\n"), ID["</think>"], *text("\n\n")]
-
-
-def call(name: str, arguments: str = "{}") -> list[int]:
-    body = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
-    return [ID["<tool_call>"], *text(body), ID["</tool_call>"]]
 
 
 def block(words: str) -> dict[str, Any]:

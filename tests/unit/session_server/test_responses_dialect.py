@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-import vocabularies
-from dialect_helpers import Reply, events_of, names, play, wish_of
+from dialect_helpers import END, ID, USER, Reply, call, events_of, names, play, text, think, wish_of
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
@@ -19,12 +18,7 @@ from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.dialects.sealed import seal
 from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.request import ToolChoice, TurnDelta
-from tollway.session_server.tokens import ControlTokenizer
 
-TOKENIZER = ControlTokenizer(vocabularies.small(), name="small-qwen3")
-ID = TOKENIZER.control
-END = [ID["<|im_end|>"]]
-USER = {"role": "user", "content": "go"}
 RUN = {"type": "function", "name": "run", "parameters": {"type": "object", "properties": {}}, "strict": False}
 AGENTS = {
     "type": "namespace",
@@ -43,19 +37,6 @@ PATCH = {
 }
 SEARCH = {"type": "web_search", "external_web_access": True}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-def text(words: str) -> list[int]:
-    return TOKENIZER.encode(words)
-
-
-def think(words: str) -> list[int]:
-    return [ID["<think>"], *text(f"\n{words}\n"), ID["</think>"], *text("\n\n")]
-
-
-def call(name: str, arguments: str = "{}") -> list[int]:
-    body = f'\n{{"name": "{name}", "arguments": {arguments}}}\n'
-    return [ID["<tool_call>"], *text(body), ID["</tool_call>"]]
 
 
 def sdk(content: bytes) -> openai.OpenAI:

@@ -179,7 +179,7 @@ class EngineClient:
         """Yield deltas as tokens arrive; the last item is the checked ``GenerateReply`` of the whole.
 
         Closing the iterator early aborts the request on the engine. Errors as ``generate``; a stream that
-        ends without a finish reason is ``EngineLost``.
+        ends without a finish reason is ``UpstreamError``.
         """
         self._check(call)
         done = False
@@ -203,7 +203,8 @@ class EngineClient:
                     if time.monotonic() - progressed > self.timeouts.progress_s:
                         raise TimeoutError(f"no token for {self.timeouts.progress_s:g} s")
             if assembly.last is None or meta_of(assembly.last).get("finish_reason") is None:
-                raise EngineLost(f"engine {self.url} closed the stream of {call.rid} before its end")
+                # It ended its answer in due form: alive, and nothing that could be recorded.
+                raise UpstreamError(f"engine {self.url} ended the stream of {call.rid} without a finish reason")
             done = True
             yield parse_reply(call, assembly.whole(), facts=self.facts)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:

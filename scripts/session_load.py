@@ -167,7 +167,8 @@ class Engine:
         return b"".join(
             (
                 b'{"text":"","output_ids":', self._ids[which],
-                b',"meta_info":{"id":"x","prompt_tokens":%d,"completion_tokens":%d,"cached_tokens":%d,' % (prompt, sampled, prompt - 1),
+                b',"meta_info":{"id":"x","prompt_tokens":%d,"completion_tokens":%d,' % (prompt, sampled),
+                b'"cached_tokens":%d,' % (prompt - 1),
                 b'"finish_reason":{"type":"stop","matched":151645},"weight_version":"1",',
                 b'"weight_versions":[{"version":"1","start":0,"end":%d}],"output_token_logprobs":' % sampled,
                 self._logprobs[which], routes, b"}}",

@@ -189,10 +189,10 @@ class TurnApi:
     # -- serving -----------------------------------------------------------------------------------
 
     async def _serve_whole(self, session: Session, call: Call, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = _leaving(call, receive)
         try:
             while not call.finished and not gone.done():
-                await asyncio.wait((call.change(), gone), return_when=asyncio.FIRST_COMPLETED)
+                await call.change()
             if not call.finished:
                 self._leave(session, call)
                 return
@@ -204,7 +204,7 @@ class TurnApi:
             gone.cancel()
 
     async def _serve_stream(self, session: Session, call: Call, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(_disconnected(receive))
+        gone = _leaving(call, receive)
         sent = 0
         try:
             while True:
@@ -219,7 +219,7 @@ class TurnApi:
                     self._leave(session, call)
                     return
                 else:
-                    await asyncio.wait((call.change(), gone), return_when=asyncio.FIRST_COMPLETED)
+                    await call.change()
             whole = not gone.done()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
             _delivered(call, whole)
@@ -233,6 +233,13 @@ class TurnApi:
 def _delivered(call: Call, whole: bool) -> None:
     if call.on_delivery is not None:
         call.on_delivery(whole)
+
+
+def _leaving(call: Call, receive: Receive) -> asyncio.Future[None]:
+    """Ends when the client is gone, and wakes whoever waits for the call."""
+    gone = asyncio.ensure_future(_disconnected(receive))
+    gone.add_done_callback(lambda _: call.wake())
+    return gone
 
 
 async def _disconnected(receive: Receive) -> None:

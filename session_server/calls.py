@@ -51,20 +51,21 @@ class Call:
     def write(self, chunk: bytes) -> None:
         """Add a body part."""
         self.chunks.append(chunk)
-        self._wake()
+        self.wake()
 
     def finish(self) -> None:
         """Nothing more will come."""
         self.finished = True
-        self._wake()
+        self.wake()
 
     def change(self) -> asyncio.Future[None]:
-        """A future that ends at the next part or at the end; ask only while not ``finished``."""
+        """A future that ends at the next part, at the end, or at ``wake``; ask only while not ``finished``."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
         return future
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End every wait for a change; who waits looks what it was."""
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():

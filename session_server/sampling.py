@@ -65,15 +65,12 @@ def sampling_of(
 
 
 def _single_call(wish: Wish, family: Family) -> tuple[int, ...]:
-    """Ids that end a reply which may hold one tool call at most."""
-    if wish.parallel_tool_calls or not wish.tools or wish.tool_choice.mode == "none":
-        return ()
-    if not family.call_end_ids:
-        raise BadRequest(
-            f"model family {family.name} cannot be kept to one tool call; leave parallel_tool_calls out",
-            param="parallel_tool_calls",
-        )
-    return family.call_end_ids
+    """Ids that end a reply which may hold one tool call at most; none when a grammar has to see to it."""
+    return family.call_end_ids if _one_at_most(wish) else ()
+
+
+def _one_at_most(wish: Wish) -> bool:
+    return not wish.parallel_tool_calls and bool(wish.tools) and wish.tool_choice.mode != "none"
 
 
 def _bias(wish: Wish, family: Family) -> tuple[tuple[int, float], ...]:
@@ -89,7 +86,7 @@ def _constraint(wish: Wish, family: Family, prompt_end: Ids) -> tuple[tuple[str,
     choice = wish.tool_choice
     if choice.mode in ("auto", "none"):
         if wish.schema is None:
-            return ()
+            return _free(wish, family, prompt_end)
         if wish.tools and choice.mode == "auto":
             raise BadRequest(
                 "a response format constrains the whole reply, so no tool could be called; "
@@ -107,6 +104,19 @@ def _constraint(wish: Wish, family: Family, prompt_end: Ids) -> tuple[tuple[str,
             f"model family {family.name} cannot force a tool call; use tool_choice auto or none", param="tool_choice"
         )
     return _pairs(forced)
+
+
+def _free(wish: Wish, family: Family, prompt_end: Ids) -> tuple[tuple[str, str], ...]:
+    """The grammar of a reply that may say what it likes, with one call at most where no id ends a call."""
+    if not _one_at_most(wish) or family.call_end_ids:
+        return ()
+    found = family.tool_constraint(wish.tools, wish.tool_choice, parallel=False, prompt_end=prompt_end)
+    if found is None:
+        raise BadRequest(
+            f"model family {family.name} cannot be kept to one tool call; leave parallel_tool_calls out",
+            param="parallel_tool_calls",
+        )
+    return _pairs(found)
 
 
 def _pairs(found: Mapping[str, object]) -> tuple[tuple[str, str], ...]:

@@ -240,7 +240,7 @@ class Turns:
                         routed = item
         if routed is None or not routed.reply.output_ids.size:
             raise UpstreamError("the engine ended without a token")
-        self._check_ids(routed.reply.output_ids)
+        _check_ids(routed.reply.output_ids, self._family)
         choice.routed = routed
         choice.parsed = await self._parse(routed, wish, plan.prompt_end)
         if parser is not None:
@@ -294,15 +294,6 @@ class Turns:
             return_indexer_topk=config.indexer_topk,
             indexer_topk_start=start if config.indexer_topk else 0,
         )
-
-    def _check_ids(self, ids: Ids) -> None:
-        # Models pad their vocabulary to round sizes and may sample such an id; the tokenizer does not know how many.
-        limit = -(-self._family.vocab_size // _PADDING) * _PADDING
-        if (largest := int(ids.max())) >= limit:
-            raise UpstreamError(
-                f"engine sampled id {largest}, family {self._family.name} has {self._family.vocab_size}; "
-                "server.family and server.tokenizer must be those of the engine's model"
-            )
 
     async def _parse(self, routed: Routed, wish: Wish, prompt_end: Ids) -> ParsedReply:
         reply = routed.reply
@@ -405,6 +396,16 @@ class Turns:
         )
         finish = "length" if record.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
         return node, TurnOutcome(number=node.number, message=message, finish_reason=finish, record=record)
+
+
+def _check_ids(ids: Ids, family: Family) -> None:
+    # Models pad their vocabulary to round sizes and may sample such an id; the tokenizer does not know how many.
+    limit = -(-family.vocab_size // _PADDING) * _PADDING
+    if (largest := int(ids.max())) >= limit:
+        raise UpstreamError(
+            f"engine sampled id {largest}, family {family.name} has {family.vocab_size}; "
+            "server.family and server.tokenizer must be those of the engine's model"
+        )
 
 
 def _record(plan: _Plan, choice: _Choice, routed: Routed) -> TurnRecord:

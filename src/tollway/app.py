@@ -106,9 +106,7 @@ def check_names(settings: Settings) -> None:
     open_environment(settings.env)
     open_provider(settings.sandbox)
     server = settings.server
-    load_family(
-        server.family, tokenizer=server.tokenizer, thinking=server.thinking, chat_template=server.chat_template
-    )
+    load_family(server.family, tokenizer=server.tokenizer, thinking=server.thinking, chat_template=server.chat_template)
 
 
 def preflight(settings: Settings) -> None:

@@ -140,7 +140,7 @@ async def test_an_error_event_or_an_early_end_is_no_reply() -> None:
         client = EngineClient(engine.url, http)
         raw = b"data: " + event([7], 1) + b"\n\n"
         refusal = b'data: {"error":{"message":"no","code":400}}\n\ndata: [DONE]\n\n'
-        for tail, kind in ((refusal, EngineRefused), (b"data: [DONE]\n\n", EngineLost), (b"", EngineLost)):
+        for tail, kind in ((refusal, EngineRefused), (b"data: [DONE]\n\n", UpstreamError), (b"", EngineLost)):
             engine.script = lambda _, tail=tail: FakeReply(ids=[], raw=raw + b": ping\n\n" + tail)  # type: ignore[misc]
             with pytest.raises(kind):
                 assert [item async for item in client.stream(CALL)]

@@ -13,10 +13,11 @@ import pytest
 import vocabularies
 from aiohttp import web
 from dialect_helpers import events_of, text
-from server_helpers import ROUTES, RUN, TOOLS, ask, asked, call, echoed, joined, ok, post, rows, say, sse, user
+from server_helpers import ROUTES, RUN, TOOLS, ask, asked, call, echoed, joined, ok, post, reasons, rows, say, sse, user
 from test_messages_dialect import assembled
 
 from tollway.router.fake import FakeEngine, FakeReply
+from tollway.session_server import metrics
 from tollway.session_server.client import Session
 from tollway.session_server.fake import FakeServer
 
@@ -60,6 +61,30 @@ async def test_a_history_has_the_same_ids_in_every_form_that_harnesses_give_it(q
         qwen_server, session, {"messages": [{"role": "user", "content": [{"type": "strange", "text": "x"}]}]}
     )
     assert (status, "strange" in value["error"]["message"]) == (400, True)
+
+
+async def test_a_reply_that_is_only_a_call_is_continued_however_its_missing_text_is_sent_back(
+    qwen_server: FakeServer,
+) -> None:
+    """Report A5: null, absent, empty and no parts are one; nothing is rendered anew."""
+
+    def rerendered() -> float:
+        return sum(metrics.BRANCHES.labels(reason)._value.get() for reason in ("rerendered", "edited"))
+
+    before = rerendered()
+    sampled = text(CALL + "<|im_end|>")
+    qwen_server.engine.script = say(sampled, text("ok<|im_end|>"))
+    session = await qwen_server.client.create()
+    reply = await ask(qwen_server, session, [user("go")], [RUN])
+    bare = {name: value for name, value in reply.items() if name != "content"}
+    for at, said in enumerate((bare, {**bare, "content": None}, {**bare, "content": ""}, {**bare, "content": []})):
+        result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": f"{at}"}
+        await ask(qwen_server, session, [user("go"), said, result], [RUN])
+    first, *others = qwen_server.engine.requests
+    stored = [*first.input_ids, *sampled]
+    assert all(request.input_ids[: len(stored)] == stored for request in others)
+    assert reasons(qwen_server) == ["root", "continuation", "fork", "fork", "fork"]
+    assert rerendered() == before
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -347,6 +347,10 @@ async def test_what_is_appended_is_what_a_whole_rendering_has_there(
     results, _, rest = text.rpartition("</tool_response>")
     assert "<|im_end|>" not in results
     assert all(f"text {at}" in results + rest for at in range(len(tail)))
+    (row,) = await rows(qwen_server, session)
+    start, end = row.turn_spans[0].end, row.turn_spans[1].start
+    assert row.token_ids[start:end].tolist() == suffix
+    assert not row.loss_mask[start:end].any()
 
 
 @pytest.mark.parametrize("limit", [64, 32])

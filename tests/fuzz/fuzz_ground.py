@@ -57,7 +57,7 @@ class Ground:
         headers = one.headers
         if not known & {b"authorization", b"x-api-key"}:
             headers += ((b"authorization", b"Bearer " + camp.token.encode()),)
-        path = b"/sessions/" + camp.session_id.encode() + one.path if prefix else one.path
+        path = b"/sessions/" + camp.session_id.encode() + one.path if prefix else one.path or b"/"
         self.requests += 1
         try:
             answer = await asyncio.wait_for(self.client.fire(replace(one, path=path, headers=headers)), HANG_S)

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from tollway.errors import EngineLost, EngineRefused, UpstreamError
+from tollway.errors import EngineRefused, UpstreamError
 from tollway.records import Sampling
 from tollway.router.engines import EngineClient
 from tollway.router.facts import EngineFacts
@@ -140,7 +140,7 @@ async def test_an_error_event_or_an_early_end_is_no_reply() -> None:
         client = EngineClient(engine.url, http)
         raw = b"data: " + event([7], 1) + b"\n\n"
         refusal = b'data: {"error":{"message":"no","code":400}}\n\ndata: [DONE]\n\n'
-        for tail, kind in ((refusal, EngineRefused), (b"data: [DONE]\n\n", UpstreamError), (b"", EngineLost)):
+        for tail, kind in ((refusal, EngineRefused), (b"data: [DONE]\n\n", UpstreamError), (b"", UpstreamError)):
             engine.script = lambda _, tail=tail: FakeReply(ids=[], raw=raw + b": ping\n\n" + tail)  # type: ignore[misc]
             with pytest.raises(kind):
                 assert [item async for item in client.stream(CALL)]

@@ -61,6 +61,33 @@ _SMALL = 64
 _KEPT = 4096
 
 
+class _Oracle:
+    """``tokenizers``' ids of ordinary text, control strings included. Takes 150 MB, so it can rest."""
+
+    def __init__(self, whole: Tokenizer) -> None:
+        self._source = whole
+        self._backend: Tokenizer | None = None
+
+    def description(self) -> str:
+        """The vocabulary as JSON, without control tokens and anything else that is added or cut."""
+        description = json.loads(self._source.to_str())
+        description |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+        return json.dumps(description)
+
+    def __call__(self, text: str) -> list[int]:
+        from tokenizers import Tokenizer as Backend
+
+        backend = self._backend
+        if backend is None:
+            backend = self._backend = Backend.from_str(self.description())
+        ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def rest(self) -> None:
+        """Give the memory back until it is asked again."""
+        self._backend = None
+
+
 class ControlTokenizer:
     """The structural surface that ``renderers`` asks for, over a ``tokenizers.Tokenizer``.
 
@@ -68,8 +95,6 @@ class ControlTokenizer:
     """
 
     def __init__(self, backend: Tokenizer, *, name: str, fast: bool = True) -> None:
-        from tokenizers import Tokenizer as Backend
-
         self.name_or_path = name
         self.unk_token_id: int | None = None
         self.eos_token_id: int | None = None
@@ -77,16 +102,14 @@ class ControlTokenizer:
         self.control: dict[str, int] = {token.content: number for number, token in added.items()}
         self.control_ids = frozenset(added)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
-        description = json.loads(backend.to_str())
-        description |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
-        ordinary = json.dumps(description)
-        oracle = Backend.from_str(ordinary)
-        self._encode_oracle: Callable[[str], list[int]] = lambda text: oracle.encode(text, add_special_tokens=False).ids
+        oracle = _Oracle(backend)
+        self._encode_oracle: Callable[[str], list[int]] = oracle
         self._special = frozenset(number for number, token in added.items() if token.special)
         self._whole = backend
         self._whole.no_truncation()
         self._whole.no_padding()
-        self._bytes = self._byte_table(description["decoder"])
+        ordinary = oracle.description()
+        self._bytes = self._byte_table(json.loads(ordinary)["decoder"])
         self._starts = "".join(sorted({token.content[0] for token in added.values()}))
         starts = re.escape(self._starts)
         self._controls = _control_pattern(added.values(), starts) if added else None
@@ -97,6 +120,8 @@ class ControlTokenizer:
         self._prove()
         self._encode_fast = self._fast_encoder(ordinary) if fast else None
         self._encode_piece = self._encode_fast or self._encode_oracle
+        if self._encode_fast is not None:
+            oracle.rest()
 
     @property
     def encoder(self) -> str:

@@ -213,12 +213,13 @@ class StreamLedger:
 def arguments_text(value: object) -> str:
     r"""JSON text of a call's arguments as the model's text said them.
 
-    Half a surrogate pair, which JSON can spell and UTF-8 cannot hold, stays spelled.
+    Half a surrogate pair, which JSON can spell and UTF-8 cannot hold, stays spelled. Raises ``ValueError`` for
+    numbers that JSON has no word for (NaN, 1e999): such a call is malformed.
 
     >>> arguments_text({"a": "\ud83d"})
     '{"a": "\\ud83d"}'
     """
-    text = json.dumps(value, ensure_ascii=False)
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if text.isascii() or encodes(text) else json.dumps(value)
 
 

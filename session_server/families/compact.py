@@ -203,7 +203,10 @@ def _values(name: str, arguments: str, tools: Sequence[ToolSpec]) -> Iterable[st
 
 
 def _plain(value: object) -> str:
-    return value if isinstance(value, str) and encodes(value) else arguments_text(value)
+    if isinstance(value, str) and encodes(value):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return text if encodes(text) else json.dumps(value)
 
 
 def _parse_calls(ids: list[int], tools: Sequence[ToolSpec]) -> tuple[ParsedCall, ...] | None:
@@ -237,7 +240,10 @@ def _parse_calls(ids: list[int], tools: Sequence[ToolSpec]) -> tuple[ParsedCall,
                 arguments[key] = json.loads(text, parse_constant=_refuse)
             except (ValueError, RecursionError):
                 return None
-        calls.append(ParsedCall(name, arguments_text(arguments)))
+        try:
+            calls.append(ParsedCall(name, arguments_text(arguments)))
+        except ValueError:
+            return None
     return tuple(calls)
 
 

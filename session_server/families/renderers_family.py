@@ -349,7 +349,10 @@ class ReplyReader(PartialReader):
             return None
         arguments = attempt.arguments
         if isinstance(arguments, dict):
-            arguments = arguments_text(arguments)
+            try:
+                arguments = arguments_text(arguments)
+            except ValueError:
+                return None
         return ParsedCall(attempt.name, arguments) if isinstance(arguments, str) else None
 
     def _before_end(self, ids: list[int]) -> list[int]:

@@ -207,7 +207,7 @@ class TextReader(PartialReader):
         """Calls between the two marks; none when it is malformed or names a tool that was not offered."""
         try:
             found = form.read(self._plain(inside), self._schemas) or []
-        except RecursionError:
+        except (RecursionError, ValueError):
             return []
         if any(name not in self._schemas for name, _ in found):
             return []

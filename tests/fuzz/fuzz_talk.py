@@ -98,7 +98,7 @@ class Talk:
 
     def hear(self, rng: Random, said: Said) -> None:
         """Take a reply into the history, as some harness would send it back; equal in meaning."""
-        self.items += [_ECHOES[self.dialect](rng, copy.deepcopy(item)) for item in said.items if _kept(rng, item)]
+        self.items += [_ECHOES[self.dialect](rng, copy.deepcopy(item)) for item in _kept(rng, said.items)]
         self.calls = said.calls
         self.previous, self.behind = said.reply_id, len(self.items)
 
@@ -144,9 +144,10 @@ def understand(dialect: str, answer: Answer) -> Said:
     return _READERS[dialect](json.loads(answer.body))
 
 
-def _kept(rng: Random, item: Json) -> bool:
-    """Harnesses may drop reasoning items."""
-    return item.get("type") != "reasoning" or rng.random() < 0.5
+def _kept(rng: Random, items: Sequence[Json]) -> Sequence[Json]:
+    """Harnesses may drop reasoning items; a reply of nothing else would be gone with them."""
+    rest = [item for item in items if item.get("type") != "reasoning"]
+    return rest if rest and rng.random() < 0.5 else items
 
 
 def _echo_chat(rng: Random, message: Json) -> Json:
@@ -154,7 +155,7 @@ def _echo_chat(rng: Random, message: Json) -> Json:
         if rng.random() < 0.5:
             call["index"] = at
         with contextlib.suppress(ValueError):
-            if rng.random() < 0.3 and call["function"]["arguments"].isascii():
+            if rng.random() < 0.3:
                 call["function"]["arguments"] = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
     if not message.get("content"):
         message.update(rng.choice(({"content": None}, {"content": ""}, {"content": []})))
@@ -176,7 +177,7 @@ def _echo_responses(rng: Random, item: Json) -> Json:
 
 def _echo_messages(rng: Random, item: Json) -> Json:
     if rng.random() < 0.4:
-        item["content"] = [block for block in item["content"] if block["type"] != "thinking"]
+        item["content"] = [block for block in item["content"] if block["type"] != "thinking"] or item["content"]
     if item["content"] and rng.random() < 0.3:
         item["content"][-1]["cache_control"] = {"type": "ephemeral"}
     if len(item["content"]) == 1 and item["content"][0]["type"] == "text" and rng.random() < 0.3:

@@ -7,6 +7,7 @@ imported on first use, it takes seconds. Depends on ``renderers``, ``foreign``, 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import typing
 from collections.abc import Mapping, Sequence
@@ -297,7 +298,20 @@ class ReplyReader(PartialReader):
                 continue
             span = attempt.token_span
             content += self._family.tokenizer.decode(ids[span[0] : span[1]]) if span is not None else attempt.raw
-        return ParsedReply(content, _stripped(parsed.reasoning_content), tuple(calls))
+        for text in self._behind_calls(ids, [attempt.token_span for attempt in parsed.tool_calls]):
+            content += text if text.strip() not in content else ""
+        return ParsedReply(content.rstrip(), _stripped(parsed.reasoning_content), tuple(calls))
+
+    def _behind_calls(self, ids: list[int], spans: Sequence[tuple[int, int] | None]) -> list[str]:
+        """Texts between calls and behind the last one, which parsers of some families drop."""
+        known = sorted(span for span in spans if span is not None)
+        found = []
+        for (_, start), (end, _) in itertools.pairwise([*known, (len(ids), len(ids))]):
+            gap = [token for token in ids[start:end] if token not in self.control_ids]
+            text = self._family.tokenizer.decode(gap)
+            if text.strip():
+                found.append(text.rstrip())
+        return found
 
     def read(self, ids: list[int]) -> PartialReply:
         """See ``PartialReader``. Left out is what the library takes back when more arrives."""

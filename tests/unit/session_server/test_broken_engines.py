@@ -121,6 +121,7 @@ REPLIES: dict[str, tuple[FakeReply, str]] = {
     "ids as floats": (edited(lambda v, m: put(v, output_ids=[t + 0.5 for t in v["output_ids"]])), ""),
     "ids beyond int32": (edited(lambda v, m: put(v, output_ids=[2**31] * 5)), ""),
     "ids below nothing": (edited(lambda v, m: put(v, output_ids=[-1] * 5)), ""),
+    "ids beyond the vocabulary": (FakeReply(ids=[*b"ab", 300_000, 261]), "300000"),
     "no ids": (edited(lambda v, m: v.pop("output_ids")), ""),
     "other count": (edited(lambda v, m: put(m, completion_tokens=4)), "4"),
     "no count": (edited(lambda v, m: put(m, completion_tokens=None)), "completion_tokens"),

@@ -113,13 +113,21 @@ async def test_a_reply_with_a_call_ends_for_it_streamed_or_not(qwen_server: Fake
     assert [each["name"] for each in found["calls"]] == ["run"]
 
 
+@pytest.mark.parametrize(
+    ("name", "call_", "end"),
+    [
+        ("glm-4.5", "<tool_call>run\n</tool_call>", "<|observation|>"),
+        ("qwen3", '<tool_call>\n{"name": "run", "arguments": {}}\n</tool_call>', "<|im_end|>"),
+    ],
+)
 @pytest.mark.parametrize("finish", ["stop", "length"])
-async def test_blocks_of_every_kind_are_bracketed_and_the_reason_is_the_calls(tmp_path: Path, finish: str) -> None:
-    """Reports B9 and B10: thinking, text, a call, text again; of a family whose calls may stand amid text."""
-    family = vocabularies.small_family("glm-4.5")
-    call_ = "<tool_call>run\n</tool_call>"
+async def test_blocks_of_every_kind_are_bracketed_and_the_reason_is_the_calls(
+    tmp_path: Path, finish: str, name: str, call_: str, end: str
+) -> None:
+    """Reports B9 and B10: thinking, text, a call, text again."""
+    family = vocabularies.small_family(name)
     sampled = family.tokenizer.encode(f"<think>hm</think>\nso {call_}\nand on")
-    tail = [] if finish == "length" else [family.tokenizer.control["<|observation|>"]]
+    tail = [] if finish == "length" else [family.tokenizer.control[end]]
     async with FakeServer(tmp_path, family=family) as server:
         server.engine.script = say(FakeReply(ids=[*sampled, *tail], finish=finish, chunk=2))
         session = await server.client.create()

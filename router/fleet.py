@@ -186,7 +186,8 @@ class Fleet:
 
     def none_left(self) -> NoEngine:
         """The error for a call that no engine can take."""
-        words = [f"{each.url} is {each.health.state}: {each.health.last_error}" for each in self.engines.values()]
+        states = [(each.url, each.health.state, each.health.last_error) for each in self.engines.values()]
+        words = [f"{url} is {state}" + (f": {error}" if error else "") for url, state, error in states]
         return NoEngine(f"no engine can take the call ({'; '.join(words) or 'none is registered'})")
 
     def failed(self, engine: Engine, error: TollwayError) -> None:

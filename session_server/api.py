@@ -25,6 +25,7 @@ from tollway.session_server.dialects.messages import count_reply
 from tollway.session_server.families.base import Family
 from tollway.session_server.http import JSON, Receive, Send, error_headers, header, read_parts, send_reply
 from tollway.session_server.journal import Journal
+from tollway.session_server.matching import chain
 from tollway.session_server.names import fresh
 from tollway.session_server.request import TurnDelta, TurnOutcome
 from tollway.session_server.session import Session
@@ -71,14 +72,17 @@ class TurnApi:
             return
         key = header(headers, b"idempotency-key") or None
         retry = (header(headers, b"x-stainless-retry-count") or "0") != "0"
-        digest = body.digest()
+        # One body may be a request of two dialects, which are two calls.
+        digest = chain(dialect.name.encode(), body.digest())
         call = session.calls.find(digest, key=key, retry=retry)
         if call is None and key is not None:
-            # The same request may have arrived while the journal was asked.
-            call = await self._kept(session, digest, key) or session.calls.find(digest, key=key, retry=retry)
+            call = await self._kept(session, digest, key)
         if call is None:
             names = ReplyNames(dialect.id_prefix + fresh(), int(time.time()))
             asked = await self._read(session, dialect, body, reply_id=names.reply_id, key=key)
+            # The same request may have arrived while the journal was asked.
+            call = session.calls.find(digest, key=key, retry=retry)
+        if call is None:
             call = Call(digest, key, asked.wish.stream)
             session.calls.start(call, self._produce(_Job(session, dialect, asked, call, names)))
         call.clients += 1
@@ -146,19 +150,21 @@ class TurnApi:
 
     async def _produce_stream(self, job: _Job, writer: StreamWriter) -> None:
         call = job.call
-        end = b""
+        start = end = b""
 
         def whole(outcomes: Sequence[TurnOutcome]) -> bytes:
-            nonlocal end
+            nonlocal start, end
+            if not call.started:  # a reply without a piece: writers number their events as they are made
+                start = writer.start()
             end = writer.end(outcomes)
-            return b"".join([call.digest, *call.chunks, end])
+            return b"".join([call.digest, start, *call.chunks, end])
 
         keep = whole if job.asked.key is not None else None
         async with aclosing(self._turns.run(job.session, job.asked, keep=keep)) as items:
             async for item in items:
                 if not call.started:
                     call.begin(200, _STREAM)
-                    call.write(writer.start())
+                    call.write(start or writer.start())
                 if isinstance(item, TurnDelta):
                     call.write(writer.delta(item))
                 else:

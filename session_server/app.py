@@ -61,7 +61,8 @@ class TollwayApp:
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
-        self._rest = _Rest(title="Tollway session server", version=tollway.__version__)
+        # A redirect would be built from the request's own Host header.
+        self._rest = _Rest(title="Tollway session server", version=tollway.__version__, redirect_slashes=False)
         self._rest.state.gateway = gateway
         self._rest.include_router(router)
         self._rest.add_exception_handler(TollwayError, _render_error)

@@ -11,10 +11,13 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from tollway.errors import BadRequest, RequestAborted, TollwayError
 
 __all__ = ["Call", "CallBook", "other_body"]
+
+_K = TypeVar("_K", str, bytes)
 
 _REMEMBERED = 8
 """Finished calls per session whose bytes wait for a retry."""
@@ -156,12 +159,16 @@ class CallBook:
             if call.key is not None and self._by_key.get(call.key) is call:
                 del self._by_key[call.key]
             return
-        for book in (self._by_body, self._by_key):
-            while len(book) > _REMEMBERED:
-                oldest = next(iter(book))
-                if not book[oldest].finished:  # type: ignore[index]  # the key is of this very book
-                    break
-                book.popitem(last=False)
+        _trim(self._by_body)
+        _trim(self._by_key)
+
+
+def _trim(book: OrderedDict[_K, Call]) -> None:
+    """Forget all but the latest finished calls; a long one that still runs must not keep those behind it."""
+    if len(book) > _REMEMBERED:
+        finished = [name for name, call in book.items() if call.finished]
+        for name in finished[:-_REMEMBERED]:
+            del book[name]
 
 
 def other_body() -> BadRequest:

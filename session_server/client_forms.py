@@ -86,7 +86,12 @@ _PLAIN = (TollwayError.__init__, ValueError.__init__, BadRequest.__init__, Engin
 
 
 def sampling_json(sampling: Sampling) -> dict[str, object]:
-    """Sampling as ``POST /sessions`` takes it; what is left to the engine is left out."""
+    """Sampling as ``POST /sessions`` takes it; what is left to the engine is left out.
+
+    Raises ``BadRequest`` for what a session cannot fix, since it would not be sampled by.
+    """
+    if sampling.logit_bias or sampling.constraint:
+        raise BadRequest("a session cannot fix logit_bias or a constraint; send them with each call", param="sampling")
     out: dict[str, object] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -99,8 +104,6 @@ def sampling_json(sampling: Sampling) -> dict[str, object]:
     for name in ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"):
         if (value := getattr(sampling, name)) is not None:
             out[name] = value
-    if sampling.logit_bias:
-        out["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias}
     return out
 
 

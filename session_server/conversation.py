@@ -42,6 +42,9 @@ class Conversations:
         names = _Names(reply_id, key)
         reading = read(body, dialect, session.memos)
         if reading.wish.previous is not None:
+            if reading.mark is not None:
+                # What a memo knows is placed from a conversation's beginning, this list from the named reply.
+                reading = read(body, dialect)
             return await self._continued(session, dialect, reading, names)
         matched = match(reading, dialect, session.forest)
         memo = remember(body, dialect, reading, matched)

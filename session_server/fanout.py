@@ -145,7 +145,8 @@ class Fanout:
 
     async def ready(self, *, alone: bool) -> Json:
         """``GET /readyz``: whether every worker can serve a turn now."""
-        words = [f"{engine['url']} is {engine['state']}: {engine['last_error']}" for engine in self._router.engines()]
+        states = [(each["url"], each["state"], each["last_error"]) for each in self._router.engines()]
+        words = [f"{url} is {state}" + (f": {error}" if error else "") for url, state, error in states]
         mine: Json = {"ready": self._router.ready, "engines": words}
         return mine if self._single(alone) else merge_ready(*await self._everybody("/readyz", mine))
 

@@ -108,7 +108,7 @@ class Forwarder:
             token = auth.credential(headers)
             named = auth.session_of(token) if token is not None else None
             owner = auth.worker_of(named) if named is not None else None
-        elif path.split("/", 2)[1] == "engines" and scope["method"] != "GET" and self._by_admin(scope):
+        elif f"{path}/".startswith("/engines/") and scope["method"] != "GET" and self._by_admin(scope):
             owner = LEADER
         # An owner that does not exist is answered here, like any unknown session.
         return owner if owner is not None and owner != self._crew.index and owner < self._crew.size else None

@@ -45,6 +45,7 @@ CREATE TABLE IF NOT EXISTS turns (
   superseded INTEGER NOT NULL DEFAULT 0, overflowed INTEGER NOT NULL DEFAULT 0
 );
 CREATE UNIQUE INDEX IF NOT EXISTS turns_of_session ON turns (session_id, number);
+CREATE INDEX IF NOT EXISTS turns_by_key ON turns (session_id, idempotency_key) WHERE idempotency_key IS NOT NULL;
 """
 _LOCK_WAIT_S = 15.0
 """A server whose owner was killed needs a moment to end before its successor can have the journal."""

@@ -172,7 +172,7 @@ _CHAT: Schemas = {
             _object("type json_schema", type=_is("json_schema"), json_schema=_object("schema", schema=_FREE_OBJECT)),
         ),
         stream=_FLAG,
-        stream_options=_maybe("object", properties={"include_usage": {"type": "boolean"}}),
+        stream_options=_maybe("object", properties={"include_usage": _FLAG}),
         n=_maybe("integer", minimum=1, maximum=128),
         max_tokens=_COUNT,
         max_completion_tokens=_COUNT,
@@ -442,7 +442,7 @@ _MESSAGES: Schemas = {
                 _list(
                     _any_of(
                         _ref("TextBlock"),
-                        _object("type thinking", type=_is("thinking"), thinking=_TEXT, signature=_TEXT),
+                        _object("type thinking", type=_is("thinking"), thinking=_TEXT, signature=_maybe("string")),
                         _object("type", type=_is("redacted_thinking")),
                         _object("type id name", type=_is("tool_use"), id=_TEXT, name=_NAME, input=_maybe("object")),
                     )

@@ -6,6 +6,7 @@ A server that starts again has forgotten them, as it has forgotten every token. 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 
@@ -20,6 +21,7 @@ class Repeats:
     def __init__(self, limit: int = 4096) -> None:
         self._limit = limit
         self._answers: OrderedDict[str, tuple[bytes, asyncio.Task[bytes]]] = OrderedDict()
+        """(digest of the body, answer) by key."""
 
     async def once(self, key: str | None, body: bytes, make: Callable[[], Coroutine[object, object, bytes]]) -> bytes:
         """The answer of ``make``, made once per key. A failure is not kept: the same call again is tried anew.
@@ -28,18 +30,21 @@ class Repeats:
         """
         if key is None:
             return await make()
-        known, task = self._answers.get(key, (body, None))
-        if known != body:
+        digest = hashlib.sha256(body).digest()
+        known, task = self._answers.get(key, (digest, None))
+        if known != digest:
             raise other_body()
         if task is None:
             task = asyncio.get_running_loop().create_task(make())
-            self._answers[key] = body, task
+            task.add_done_callback(lambda done: self._ended(key, done))
+            self._answers[key] = digest, task
             while len(self._answers) > self._limit:
                 self._answers.popitem(last=False)
-        try:
-            # A client that leaves does not end it: the one that comes back wants its answer.
-            return await asyncio.shield(task)
-        except Exception:
-            if self._answers.get(key) == (body, task):
-                del self._answers[key]
-            raise
+        # A client that leaves does not end it: the one that comes back wants its answer.
+        return await asyncio.shield(task)
+
+    def _ended(self, key: str, task: asyncio.Task[bytes]) -> None:
+        """Forget a failure, also one that nobody waited for."""
+        failed = task.cancelled() or task.exception() is not None
+        if failed and key in self._answers and self._answers[key][1] is task:
+            del self._answers[key]

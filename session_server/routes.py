@@ -33,7 +33,7 @@ __all__ = ["router"]
 
 router = APIRouter()
 _M = TypeVar("_M", bound=BaseModel)
-_LOOPBACK = ("127.0.0.1", "::1", "localhost", "testclient")
+_LOOPBACK = ("127.0.0.1", "::1")
 
 
 class _Body(BaseModel):
@@ -144,6 +144,7 @@ async def either(request: Request, session_id: str) -> Session:
     token = token_of(request)
     if not gateway.is_admin(token):
         return await gateway.session_by_id(session_id, token)
+    session_id = auth.session_of(session_id) or session_id
     session = await gateway.store.get(session_id)
     if session is None:
         raise NotFound(f"no session {session_id}")
@@ -248,7 +249,7 @@ async def close(request: Request, session: Owned) -> Response:
 @router.delete("/sessions/{session_id}", status_code=204)
 async def delete(session_id: str, gateway: Admin) -> Response:
     """Abort, forget, erase."""
-    await gateway.store.delete(session_id)
+    await gateway.store.delete(auth.session_of(session_id) or session_id)
     return Response(status_code=204)
 
 

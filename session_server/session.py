@@ -6,6 +6,7 @@ is in memory only while it is used. Depends on ``forest`` and the kernel.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -100,6 +101,13 @@ class Session:
     """Requests whose answers are on their way to the journal."""
     visitors: int = 0
     """Requests that hold this object; it must not leave memory meanwhile."""
+    loaded_at: float = field(default_factory=time.time)
+    """Unix seconds since when it is in memory."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request holds it or a call runs."""
+        return self.visitors > 0 or self.calls.running > 0
 
     def take_number(self) -> int:
         """Reserve a node number; a failed turn leaves a gap."""

@@ -80,18 +80,13 @@ class SessionStore:
     async def expire(self, now: float) -> None:
         """Close the sessions whose time is over at ``now``, in Unix seconds."""
         for session_id, card in list(self._open.items()):
-            loaded = self._loaded.get(session_id)
-            busy = loaded is not None and loaded.calls.running > 0
-            if card.expires_at <= now:
-                why = "the session expired"
-            elif card.used_at + self._config.idle_ttl_s <= now and not busy:
-                why = f"the session was idle for {self._config.idle_ttl_s:.0f} s"
-            else:
+            if not self._over(session_id, card, now):
                 continue
-            logger.info("session %s: %s", session_id[:8], why)
             try:
                 session = await self.get(session_id)
-                if session is not None:
+                # It may have been called while the journal was asked.
+                if session is not None and (why := self._over(session_id, card, now)):
+                    logger.info("session %s: %s", session_id[:8], why)
                     await self.close(session, why=why)
             except JournalError as error:
                 # Closed in memory; a restart finds it open and expired, and closes it again.
@@ -101,12 +96,20 @@ class SessionStore:
         """Keep only the cards of sessions that nobody has used for a while."""
         for session_id, session in list(self._loaded.items()):
             card = self._open[session_id]
-            if (
-                session.visitors == 0
-                and session.calls.running == 0
-                and card.used_at + self._config.unload_after_s <= now
-            ):
+            # Whoever has just had it loaded does not visit it yet.
+            used_at = max(card.used_at, session.loaded_at)
+            if not session.busy and used_at + self._config.unload_after_s <= now:
                 del self._loaded[session_id]
+
+    def _over(self, session_id: str, card: Card, now: float) -> str:
+        """Why a session has to end; empty while it may go on."""
+        if card.expires_at <= now:
+            return "the session expired"
+        loaded = self._loaded.get(session_id)
+        busy = loaded is not None and loaded.busy
+        if card.used_at + self._config.idle_ttl_s <= now and not busy:
+            return f"the session was idle for {self._config.idle_ttl_s:.0f} s"
+        return ""
 
     # -- life --------------------------------------------------------------------------------------
 
@@ -218,11 +221,6 @@ class SessionStore:
             )
         )
 
-    async def drained(self) -> None:
-        """Wait until no call runs."""
-        while running := [task for session in self._loaded.values() for task in session.calls.tasks]:
-            await asyncio.wait(running)
-
     def summary(self) -> Mapping[str, object]:
         """Counters for ``/healthz``."""
         return {
@@ -257,6 +255,7 @@ class SessionStore:
                 return None
             if (card := self._open.get(session_id)) is not None:
                 session.state, session.tally = "open", card.tally
+                card.used_at = time.time()  # who waits for it must find it in memory
                 self._loaded[session_id] = session
                 self._restore_pin(session)
             else:

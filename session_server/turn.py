@@ -14,7 +14,14 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tollway.errors import BadRequest, CapacityExceeded, ContextLengthExceeded, TollwayError, UpstreamError
+from tollway.errors import (
+    BadRequest,
+    CapacityExceeded,
+    ContextLengthExceeded,
+    JournalError,
+    TollwayError,
+    UpstreamError,
+)
 from tollway.messages import Message, ToolCall
 from tollway.records import Ids, Sampling, TurnRecord
 from tollway.router.engines import GenerateCall, GenerateDelta
@@ -124,7 +131,9 @@ class Turns:
         wish = asked.wish
         plan: _Plan | None = None
         try:
-            self._admit(session)
+            _check_limits(session, wish.choices, self._config)
+            self._router.require_engine()
+            self._router.check_version(session.session_id, session.settings.min_version, session.settings.exact_version)
             plan = await self._plan(session, asked)
             sampling = sampling_of(
                 session, wish, plan.prompt.size, config=self._config, family=self._family, router=self._router,
@@ -160,21 +169,6 @@ class Turns:
         return (await self._plan(session, asked)).prompt.size
 
     # -- before the engine -------------------------------------------------------------------------
-
-    def _admit(self, session: Session) -> None:
-        config = self._config
-        if session.state != "open":
-            raise BadRequest("this session is closed; open a new one")
-        if session.next_number >= config.max_nodes:
-            raise BadRequest(f"this session has made {session.next_number} model calls, which is server.max_nodes")
-        if config.max_session_tokens is not None and session.tokens >= config.max_session_tokens:
-            raise BadRequest(f"this session keeps {session.tokens} tokens; server.max_session_tokens allows no more")
-        if config.max_session_bytes is not None and session.stored_bytes >= config.max_session_bytes:
-            raise BadRequest(f"this session takes {session.stored_bytes} bytes; server.max_session_bytes is reached")
-        if session.calls.running > config.max_concurrent_turns:
-            raise CapacityExceeded(f"{session.calls.running} calls of this session are running", retry_after_s=1.0)
-        self._router.require_engine()
-        self._router.check_version(session.session_id, session.settings.min_version, session.settings.exact_version)
 
     async def _plan(self, session: Session, asked: Asked) -> _Plan:
         attachment = session.forest.attach(asked.place, named=asked.named)
@@ -354,10 +348,17 @@ class Turns:
 
     async def _overflow(self, session: Session, node: Node) -> None:
         """Note that the context ended the conversation at ``node``: its export says that it was cut."""
-        if not node.overflowed:
-            node.overflowed = True
+        if node.overflowed:
+            return
+        try:
             await self._journal.write(
                 ("UPDATE turns SET overflowed=1 WHERE session_id=? AND number=?", (session.session_id, node.number))
+            )
+            node.overflowed = True
+        except JournalError as error:
+            # The client has to hear that its prompt is too long; the next such request tries again.
+            logger.error(
+                "session %s: the overflow of turn %d is not noted: %s", session.session_id[:8], node.number, error
             )
 
     def _made(self, session: Session, asked: Asked, plan: _Plan, choice: _Choice) -> tuple[Node, TurnOutcome]:
@@ -396,6 +397,22 @@ class Turns:
         )
         finish = "length" if record.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
         return node, TurnOutcome(number=node.number, message=message, finish_reason=finish, record=record)
+
+
+def _check_limits(session: Session, choices: int, config: ServerConfig) -> None:
+    if session.state != "open":
+        raise BadRequest("this session is closed; open a new one")
+    if session.next_number + choices > config.max_nodes:
+        raise BadRequest(
+            f"this session has made {session.next_number} model calls; {choices} more pass server.max_nodes, "
+            f"which is {config.max_nodes}"
+        )
+    if config.max_session_tokens is not None and session.tokens >= config.max_session_tokens:
+        raise BadRequest(f"this session keeps {session.tokens} tokens; server.max_session_tokens allows no more")
+    if config.max_session_bytes is not None and session.stored_bytes >= config.max_session_bytes:
+        raise BadRequest(f"this session takes {session.stored_bytes} bytes; server.max_session_bytes is reached")
+    if session.calls.running > config.max_concurrent_turns:
+        raise CapacityExceeded(f"{session.calls.running} calls of this session are running", retry_after_s=1.0)
 
 
 def _check_ids(ids: Ids, family: Family) -> None:

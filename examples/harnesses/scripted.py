@@ -232,5 +232,8 @@ async def show(harness: str) -> int:
 if __name__ == "__main__":
     if len(sys.argv) != 2 or sys.argv[1] not in COMMANDS:
         sys.exit(f"usage: scripted.py HARNESS, one of: {', '.join(COMMANDS)}")
+    missing = [name for name in (".venv-harnesses", ".node-harnesses") if not (ROOT / name).is_dir()]
+    if missing:
+        sys.exit(f"{' and '.join(missing)} not found: scripts/setup_harnesses installs the harnesses")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(asyncio.run(show(sys.argv[1])))

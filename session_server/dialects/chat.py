@@ -111,7 +111,7 @@ class ChatDialect(Dialect):
         if top and not logprobs:
             raise BadRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
         book = _tools(raw.get("tools"))
-        usage = stream and mapping(raw, "stream_options").get("include_usage") is True
+        usage = boolean(mapping(raw, "stream_options"), "include_usage") is True and stream
         newer = integer(raw, "max_completion_tokens", 1, 2**31 - 1)
         older = integer(raw, "max_tokens", 1, 2**31 - 1)
         return Wish(

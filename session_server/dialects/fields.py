@@ -14,7 +14,6 @@ __all__ = [
     "ANY_OBJECT",
     "boolean",
     "integer",
-    "json_object",
     "json_text",
     "logit_bias",
     "mapping",
@@ -35,17 +34,6 @@ ANY_OBJECT = '{"type":"object"}'
 _EXACT = 2**53
 """Beyond this a float is not the whole number that was written; JSON readers make one of any huge integer."""
 _MEDIA = ("image", "audio", "video", "file", "document")
-
-
-def json_object(body: bytes) -> dict[str, object]:
-    """A whole body as a JSON object. Lone surrogates, broken UTF-8 and endless nesting are ``BadRequest``."""
-    try:
-        raw = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(raw, dict):
-        raise BadRequest(f"the body is a JSON {type(raw).__name__}, want an object")
-    return raw
 
 
 def boolean(raw: Json, name: str) -> bool | None:

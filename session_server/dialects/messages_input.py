@@ -8,7 +8,7 @@ from typing import Literal
 from tollway.errors import BadRequest
 from tollway.messages import Message, ToolCall
 from tollway.session_server.dialects.base import Json
-from tollway.session_server.dialects.fields import boolean, json_text, not_text, text_of
+from tollway.session_server.dialects.fields import boolean, json_text, not_text, string, text_of
 from tollway.session_server.dialects.sealed import unseal
 
 __all__ = ["RAW_ARGUMENTS", "read_messages", "system_text"]
@@ -115,8 +115,9 @@ def _thought(block: Json, where: str) -> str:
     text = block.get("thinking")
     if not isinstance(text, str):
         raise BadRequest(f"{where}: a thinking block needs its text in thinking", param=where)
+    signature = string(block, "signature")
     # Display "omitted": the text travels in the signature.
-    return text or unseal(block.get("signature")) or ""
+    return text or unseal(signature) or ""
 
 
 def _call(block: Json, where: str) -> ToolCall:

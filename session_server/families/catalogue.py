@@ -53,9 +53,9 @@ def thinking_switch(name: str, kind: typing.Any) -> dict[bool, dict[str, object]
 
 def load_renderers_family(name: str, *, tokenizer: Path | None, thinking: bool) -> RenderersFamily:
     """Build family ``name`` of the library. Raises ``ConfigError``."""
+    _kind(name)  # an unknown name is said first, before seconds are spent on reading the vocabulary
     if tokenizer is None:
         raise ConfigError(f"model family {name!r} needs server.tokenizer: a tokenizer.json or a model directory")
-    _kind(name)  # an unknown name is said before seconds are spent on reading the vocabulary
     return renderers_family(name, load_tokenizer(tokenizer), thinking=thinking)
 
 

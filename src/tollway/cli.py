@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tollway: [{error.code}] {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
-        print("tollway: stopped; the same command goes on, from the last checkpoint if there is one", file=sys.stderr)
+        resumes = "; the same command goes on, from the last checkpoint if there is one"
+        print(f"tollway: stopped{resumes if arguments.command == 'train' else ''}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -243,7 +244,7 @@ def _new_model(arguments: argparse.Namespace) -> int:
 
     settings = _settings(arguments)
     if settings.model.fresh is None:
-        raise ConfigError("no [model.fresh] section: name the shape there, at least --set model.fresh.vocab_size=512")
+        raise ConfigError("no [model.fresh] section: name the shape there, at least --set model.fresh.vocab_size=272")
     write_fresh_model(arguments.directory, settings.model.fresh, seed=settings.run.seed)
     print(f"wrote {arguments.directory}/config.json and model.safetensors")
     return 0

@@ -6,6 +6,7 @@ depends on ``errors`` only.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -34,9 +35,10 @@ def listen(host: str, port: int, *, key: str) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror}; set {key} to a free port, or 0 for any"
-        ) from error
+        wanted = f"{key} to a free port, or 0 for any"
+        if error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+            wanted = f"{key.partition('.')[0]}.host to an address of this machine"
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; set {wanted}") from error
     listener.setblocking(False)
     return listener
 

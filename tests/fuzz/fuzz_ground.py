@@ -40,8 +40,8 @@ class Ground:
         self.statuses: Counter[tuple[str, int]] = Counter()
         self.requests = 0
         self.camps: list[Camp] = []
-        self.follows: Counter[bool] = Counter()
-        """How often a prompt went on from the ids of the reply before it. A template may not let it."""
+        self.followed = 0
+        """Prompts that went on from the ids of the reply before them."""
 
     async def camp(self) -> Camp:
         """A new session."""
@@ -120,8 +120,8 @@ class Ground:
         number = numbers.pop() if len(numbers) == 1 else ""
         if talk.number and number:
             follows = self.witness.follows(talk.number, number)
-            self.follows[follows] += 1
-            assert follows or self.witness.qwen, f"prompt of #{number}# does not go on from #{talk.number}#"
+            self.followed += 1
+            assert follows, f"prompt of #{number}# does not go on from #{talk.number}#"
         talk.number = number
 
     def _keyed(self, rng: Random, camp: Camp, one: Shot) -> Shot:

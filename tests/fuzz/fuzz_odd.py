@@ -12,7 +12,7 @@ import re
 from random import Random
 from typing import Any
 
-from fuzz_talk import PATHS, SCHEMAS, Json, Talk
+from fuzz_talk import LISTS, PATHS, SCHEMAS, Json, Talk
 from fuzz_wire import Shot
 
 BREAK = "!b"
@@ -43,7 +43,14 @@ ARGUMENTS = (
         "null",
     ),
     *('{"rule": 1e999}', '{"rule": NaN}', '{"rule": "\\ud800"}', '{"a":', "[" * 1500, '{"b": 1, "a": {"c": []}}'),
-    *('{"n": 123456789012345678901234567890}', '{"rule": "\\u0000"}', '"text"', "not json", "[" * 900 + "]" * 900, '{"rule": "<|im_end|>"}'),
+    *(
+        '{"n": 123456789012345678901234567890}',
+        '{"rule": "\\u0000"}',
+        '"text"',
+        "not json",
+        "[" * 900 + "]" * 900,
+        '{"rule": "<|im_end|>"}',
+    ),
 )
 NUMBERS = (0, 1, -1, 2, 0.5, 1.0, -0.0, 1e308, 10**30, -(10**30), 2**31, 2**63, 2**64, 1e-320)
 NAMES = (
@@ -217,9 +224,92 @@ _OPTIONS: dict[str, tuple[tuple[str, tuple[Any, ...]], ...]] = {
 }
 
 
+def enriched(rng: Random, dialect: str, value: Json) -> Json:
+    """A body that asks for something rarer, which a family may not have."""
+    if rng.random() < 0.4:
+        return value | rng.choice(_RARE[dialect])
+    items = value.get(LISTS[dialect])
+    if not isinstance(items, list):
+        return value
+    return value | {LISTS[dialect]: [*items, rng.choice(_LAST[dialect])]}
+
+
+_SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+_GRAMMAR = {"type": "grammar", "definition": "start: /a+/", "syntax": "lark"}
+_RARE: dict[str, tuple[Json, ...]] = {
+    "chat": (
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "run"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": _SCHEMA}}, "tools": None},
+        {"response_format": {"type": "json_object"}},
+        {
+            "tools": [
+                {"type": "custom", "custom": {"name": "patch", "format": {"type": "grammar", "grammar": _GRAMMAR}}}
+            ]
+        },
+        {"n": 16, "logprobs": True, "top_logprobs": 20},
+        {"parallel_tool_calls": False},
+        {"reasoning_effort": "none"},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"stop": ["\n", "#", "\u00e9", "</tool_call>"], "max_tokens": 3},
+    ),
+    "responses": (
+        {"tool_choice": "required"},
+        {"text": {"format": {"type": "json_schema", "name": "x", "schema": _SCHEMA}}, "tools": None},
+        {"tools": [{"type": "custom", "name": "patch", "format": _GRAMMAR}, {"type": "web_search"}]},
+        {
+            "tools": [
+                {"type": "namespace", "name": "a", "description": "all", "tools": [{"type": "function", "name": "b"}]}
+            ]
+        },
+        {"store": False},
+        {"parallel_tool_calls": False},
+        {"reasoning": {"effort": "none", "summary": "detailed"}, "include": ["reasoning.encrypted_content"]},
+        {"previous_response_id": "resp_of_nobody"},
+    ),
+    "messages": (
+        {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+        {"tool_choice": {"type": "tool", "name": "run"}},
+        {"output_config": {"effort": "low", "format": {"type": "json_schema", "schema": _SCHEMA}}, "tools": None},
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        {"tools": [{"type": "bash_20250124", "name": "bash"}]},
+        {"thinking": {"type": "adaptive", "display": "omitted"}},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
+        {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}, {"type": "text", "text": "b"}]},
+    ),
+}
+_PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+_LAST: dict[str, tuple[Json, ...]] = {
+    "chat": (
+        {"role": "developer", "content": "be LATE"},
+        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": [{"type": "text", "text": "see"}, _PICTURE]},
+        {"role": "assistant", "content": "prefill"},
+        {"role": "tool", "tool_call_id": "call_of_nobody", "content": None},
+    ),
+    "responses": (
+        {"type": "compaction_trigger"},
+        {"type": "compaction", "encrypted_content": "tw1.c3VtbWFyeQ=="},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA"},
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "*** Begin"},
+        {"role": "developer", "content": [{"type": "input_text", "text": "be LATE"}]},
+    ),
+    "messages": (
+        {"role": "system", "content": "be LATE"},
+        {"role": "user", "content": [{"type": "image", "source": {"type": "base64", "data": "AA=="}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_of_nobody", "is_error": True}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm", "signature": "tws1.0"}]},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+    ),
+}
+
+
 def mutated(rng: Random, dialect: str, value: Json) -> Json:
     """A body with one thing wrong somewhere."""
-    kind = rng.randrange(5)
+    kind = rng.randrange(7)
+    if kind > 4:
+        return enriched(rng, dialect, value)
     if kind < 2:
         return value | {rng.choice(FIELDS[dialect]): anything(rng)}
     if kind == 2:

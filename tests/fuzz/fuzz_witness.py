@@ -145,7 +145,6 @@ class Witness:
 def _spoiled(reply: FakeReply, kind: int, *, streaming: bool) -> FakeReply:
     """A reply that cannot be recorded, or none; the engine stays alive."""
     if kind == 2:
-        # A stream that ends early would count as a lost engine, and other clients would notice.
         return replace(reply, raw=b"data: {broken\n\n" if streaming else b"{broken")
     if kind == 3:
         return replace(reply, status=500, error="boom")

@@ -24,6 +24,8 @@ from fuzz_witness import numbers_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tollway.session_server.fake import FakeServer
+
 __all__ = ["arena"]
 
 CLIENTS = 8
@@ -57,8 +59,10 @@ async def test_generated_requests_leave_sessions_whole(tmp_path: Path, family: s
         assert counts[200] > 0.4 * place.requests, counts
         assert counts[400] > 0.1 * place.requests, counts
         assert turns > 0.3 * place.requests, "most good requests are turns"
-        assert place.follows[True] > 0.1 * place.requests
-        assert place.follows[False] < 0.1 * place.follows[True]
+        assert place.followed > 0.05 * place.requests, "conversations go on"
+    async with FakeServer(tmp_path, engines=[place.engine], settings={"engine_wait_s": 0.0}) as again:
+        place.server = again
+        assert sum([await place.prove(camp) for camp in place.camps]) == turns, "the same after a restart"
     _report(f"{family}: {place.requests} requests, {turns} turns proved, {took:.0f} s", place)
 
 

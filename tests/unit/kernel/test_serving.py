@@ -45,7 +45,7 @@ def test_a_taken_port_is_told_with_the_setting_to_change() -> None:
 
 
 def test_an_address_of_another_machine_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .*set b\.port"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0: .*set b\.host to an address"):
         listen("192.0.2.1", 0, key="b.port")
 
 

@@ -116,6 +116,11 @@ async def test_a_dead_engine_is_known_at_once_and_its_sessions_move() -> None:
         await until(lambda: ("lost", home.url) in states(router), "the probe finds nobody listening")
 
 
+async def test_an_engine_without_an_error_is_named_without_one() -> None:
+    async with fleet(1) as (router, engines):
+        assert f"({engines[0].url} is serving)" in str(router.fleet.none_left())
+
+
 async def test_no_engine_left_is_said_fast() -> None:
     async with fleet(1) as (router, engines):
         await router.generate("s", call(), lineage=Lineage())

@@ -13,8 +13,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from tollway.errors import BadRequest, ContextLengthExceeded, EngineLost
 from tollway.messages import Message, ToolCall
+from tollway.session_server.bodies import Body
+from tollway.session_server.bodies import read as read_body
 from tollway.session_server.dialects.chat import CHAT
-from tollway.session_server.dialects.fields import json_object
 from tollway.session_server.families.renderers_family import RenderersFamily
 from tollway.session_server.request import ToolChoice, TurnDelta
 
@@ -127,7 +128,7 @@ def test_a_message_that_cannot_be_read_is_named(message: Any) -> None:
 def test_a_body_that_is_no_clean_json_object_is_refused(body: bytes) -> None:
     """The last one is a lone surrogate (A-row 30)."""
     with pytest.raises(BadRequest):
-        json_object(body)
+        read_body(Body([body]), CHAT)
 
 
 # -- wishes -----------------------------------------------------------------------------------------

@@ -100,7 +100,13 @@ async def test_wishes_reach_the_server(server: FakeServer) -> None:
     assert (caught.value.wanted, caught.value.serving) == (5, 0)
     assert choice_json("edit") == {"tool_choice": {"type": "function", "function": {"name": "edit"}}}
     assert choice_json(None) == {}
-    assert sampling_json(Sampling(min_p=0.1, logit_bias=((5, -1.0),)))["logit_bias"] == {"5": -1.0}
+    assert sampling_json(Sampling(min_p=0.1))["min_p"] == 0.1
+
+
+@pytest.mark.parametrize("sampling", [Sampling(logit_bias=((5, -1.0),)), Sampling(constraint=(("regex", "a"),))])
+async def test_sampling_that_a_session_cannot_fix_is_never_dropped(server: FakeServer, sampling: Sampling) -> None:
+    with pytest.raises(BadRequest, match="cannot fix"):
+        await server.client.create(sampling=sampling)
 
 
 async def test_tokens_are_counted_as_the_prompt_has_them(server: FakeServer) -> None:

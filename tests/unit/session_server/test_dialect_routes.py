@@ -65,6 +65,18 @@ async def test_other_instructions_on_a_named_reply_open_a_branch_with_the_whole_
     assert reasons(qwen_server) == ["root", "new_root", "sibling"]
 
 
+async def test_items_that_an_earlier_body_had_in_front_are_said_again_behind_a_named_reply(server: FakeServer) -> None:
+    """Each request of some harnesses begins with the same rules: they are a part of what is new."""
+    session = await server.client.create()
+    rules = {"role": "developer", "content": "RULES"}
+    first = await ok(server, session, "responses", {"input": [rules, user("one")]})
+    named = {"input": [rules, user("two")], "previous_response_id": first["id"]}
+    await ok(server, session, "responses", named)
+    prompt = bytes(token for token in server.engine.requests[1].input_ids if token < 256)
+    assert prompt.count(b"RULES") == 2
+    assert reasons(server) == ["root", "continuation"]
+
+
 async def test_an_unknown_or_unstored_reply_cannot_be_named(qwen_server: FakeServer) -> None:
     qwen_server.engine.script = say(text("one"))
     session, other = await qwen_server.client.create(), await qwen_server.client.create()
@@ -268,6 +280,53 @@ async def test_a_key_gives_the_same_bytes_in_every_dialect(qwen_server: FakeServ
     assert answers[0] == answers[1] == answers[2]
     assert answers[0][0] == 200
     assert len(qwen_server.engine.requests) == 1
+
+
+@pytest.mark.parametrize("route", ["chat/completions", "responses", "messages"])
+async def test_a_key_keeps_the_whole_stream_of_a_reply_without_a_piece(server: FakeServer, route: str) -> None:
+    session = await server.client.create()
+    name = "input" if route == "responses" else "messages"
+    body = orjson.dumps({name: [user("go")], "max_tokens": 50, "stream": True})
+    server.engine.script = say([261])  # the end at once
+    shapes = []
+    for key in ("k", "k", None):
+        if shapes:
+            server.gateway.store._loaded.clear()  # from the journal
+        sent = {"x-api-key": session.token, **({"idempotency-key": key} if key else {})}
+        async with server.http.post(f"{session.base_url}/v1/{route}", data=body, headers=sent) as response:
+            lines = (await response.read()).split(b"\n")
+        events = [orjson.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+        shapes.append([(event.get("type", event.get("object")), event.get("sequence_number")) for event in events])
+    assert shapes[0] == shapes[1] == shapes[2]
+
+
+async def test_a_key_and_a_body_that_two_dialects_can_read_are_two_calls(server: FakeServer) -> None:
+    session = await server.client.create()
+    body = {"messages": [user("hi")], "max_tokens": 20}
+    _, chat = await call(server, session, "chat/completions", body, {"idempotency-key": "k"})
+    status, value = await call(server, session, "messages", body, {"idempotency-key": "k"})
+    assert chat["object"] == "chat.completion"
+    assert (status, value["error"]["param"]) == (400, "idempotency-key")
+
+
+async def test_a_retry_that_arrives_while_the_first_is_read_joins_it(server: FakeServer) -> None:
+    """Other instructions on a named reply: the journal is asked for what was said."""
+    session = await server.client.create()
+    first = await ok(server, session, "responses", {"input": "go", "instructions": "a"})
+    body = {"input": "on", "instructions": "b", "previous_response_id": first["id"]}
+    spoken, asked = server.gateway.api._conversations._spoken, asyncio.Event()
+
+    async def slowly(*args: Any) -> Any:
+        asked.set()
+        await asyncio.sleep(0.1)
+        return await spoken(*args)
+
+    server.gateway.api._conversations._spoken = slowly  # type: ignore[method-assign]
+    calls = [asyncio.create_task(call(server, session, "responses", body, {"idempotency-key": "k"})) for _ in range(3)]
+    await asked.wait()
+    answers = await asyncio.gather(*calls)
+    assert answers[0] == answers[1] == answers[2]
+    assert len(server.engine.requests) == 2
 
 
 async def test_spans_and_facts_of_every_call_are_exported(qwen_server: FakeServer) -> None:

@@ -13,7 +13,6 @@ from dialect_helpers import wish_of
 from tollway.messages import Message
 from tollway.session_server.dialects.base import Dialect
 from tollway.session_server.dialects.chat import CHAT
-from tollway.session_server.dialects.fields import json_object
 from tollway.session_server.dialects.messages import MESSAGES
 from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.matching import message_key
@@ -29,13 +28,13 @@ PATHS: dict[str, Dialect] = {
 
 
 def bodies(harness: str) -> list[tuple[Dialect, dict[str, Any]]]:
-    """(dialect, body read from bytes) of every call of a harness."""
+    """(dialect, body) of every call of a harness."""
     found = []
     for line in (TRANSCRIPTS / f"{harness}.jsonl").read_text(encoding="utf-8").split("\n"):
         record = json.loads(line) if line else {"path": "", "method": ""}
         dialect = PATHS.get(record["path"].removeprefix("/sessions/s1"))
         if dialect is not None and record["method"] == "POST":
-            found.append((dialect, json_object(json.dumps(record["body"]).encode())))
+            found.append((dialect, record["body"]))
     return found
 
 

@@ -225,6 +225,8 @@ def test_families_are_found_by_name(tmp_path: Path) -> None:
         load_family("qwen3")
     with pytest.raises(ConfigError, match="unknown model family"):
         load_family("no-such-family", tokenizer=tmp_path)
+    with pytest.raises(ConfigError, match="unknown model family"):
+        load_family("no-such-family")
     with pytest.raises(ConfigError, match="cannot read tokenizer"):
         load_family("qwen3", tokenizer=tmp_path / "missing.json")
 

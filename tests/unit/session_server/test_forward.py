@@ -432,3 +432,18 @@ async def test_many_requests_cross_at_once(crew: list[Worker], http: aiohttp.Cli
             assert (got["worker"], got["body"]) == (number % SIZE, body)
 
     await asyncio.gather(*(one(number) for number in range(60)))
+
+
+@pytest.mark.parametrize("path", ["*", "", "/", "//", "/enginesx"])
+async def test_a_target_that_is_no_route_is_answered_here(path: str) -> None:
+    """``OPTIONS *`` is a request, too."""
+    seen = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["path"])
+
+    siblings = Siblings(Crew(index=1, size=2, secret=secrets.token_hex()), KEY)
+    forwarder = Forwarder(app, siblings, admin_key=KEY, max_body_bytes=1024)
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    await forwarder({"type": "http", "method": "OPTIONS", "path": path, "headers": headers}, None, None)  # type: ignore[arg-type]
+    assert seen == [path]

@@ -87,3 +87,13 @@ async def test_a_checkpoint_that_is_held_up_by_a_reader_loses_nothing(tmp_path: 
         finally:
             reader.close()
         assert len(await rows(server, kept)) == 2
+
+
+async def test_a_kept_reply_is_found_without_reading_the_session(tmp_path: Path) -> None:
+    """A row's key lies behind its arrays: a scan would read megabytes for every call with a new key."""
+    journal = Journal(tmp_path / "journal.sqlite")
+    await journal.open()
+    query = "SELECT reply FROM turns WHERE session_id=? AND idempotency_key=? AND reply IS NOT NULL"
+    ((*_, plan),) = await journal.read(f"EXPLAIN QUERY PLAN {query}", ("s", "k"))
+    await journal.aclose()
+    assert "turns_by_key" in str(plan)

@@ -74,3 +74,10 @@ async def test_health_and_metrics_are_for_this_machine_and_for_the_admin(server:
                 admin = {"authorization": f"Bearer {server.admin_key}"}
                 assert (await client.get(path, headers=admin)).status_code == 200
                 assert (await client.get("/workers/fleet", headers=admin)).status_code == 404
+
+
+async def test_no_redirect_follows_a_host_header(server: FakeServer) -> None:
+    for path in ("/sessions/", "/engines/", "/healthz/"):
+        answer = await raw(server, f"GET {path} HTTP/1.1\r\nhost: evil.test\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(("HTTP/1.1 404", "HTTP/1.1 405")), answer
+        assert "location" not in answer.lower()

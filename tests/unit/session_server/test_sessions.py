@@ -331,6 +331,8 @@ async def test_bodies_are_limited(tmp_path: Path) -> None:
 async def test_nodes_are_limited(tmp_path: Path) -> None:
     async with FakeServer(tmp_path, settings={"max_nodes": 2}) as server:
         session = await server.client.create()
+        status, _ = await post(server, session, {"messages": [user("x")], "n": 3})
+        assert (status, server.engine.requests) == (400, [])
         for _ in range(2):
             await ask(server, session, [user("x")])
         status, value = await post(server, session, {"messages": [user("x")]})

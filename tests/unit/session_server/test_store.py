@@ -130,6 +130,36 @@ async def test_a_session_in_use_stays_in_memory(server: FakeServer) -> None:
     assert len(await rows(server, session)) == 1
 
 
+async def test_a_session_that_was_just_loaded_stays_for_whoever_asked_for_it(server: FakeServer) -> None:
+    """The sweep may come between the end of the load and the request that waits for it."""
+    store = server.gateway.store
+    session = await server.client.create()
+    store._open[session.session_id].used_at -= 10_000
+    store._loaded.clear()
+    asking = asyncio.create_task(store.get(session.session_id))
+    await until(lambda: session.session_id in store._loaded, what="the session is loaded")
+    store.unload(time.time())
+    assert await asking is await store.get(session.session_id)
+
+
+async def test_a_session_that_a_request_holds_is_not_idle(server: FakeServer) -> None:
+    """A long body of a call takes its time to arrive."""
+    store = server.gateway.store
+    session = await server.client.create()
+    store._open[session.session_id].used_at -= server.config.idle_ttl_s + 1
+    async with store.visit(store._loaded[session.session_id]):
+        await store.expire(time.time())
+        assert store.open_sessions == 1
+    await store.expire(time.time())
+    assert store.open_sessions == 1  # it was just used
+
+
+async def test_a_session_is_deleted_by_its_token_as_path_too(server: FakeServer) -> None:
+    session = await server.client.create()
+    await server.client.delete(session.token)
+    assert server.gateway.store.open_sessions == 0
+
+
 async def test_a_session_without_calls_is_closed_after_its_idle_time(server: FakeServer) -> None:
     store = server.gateway.store
     idle, used = await server.client.create(), await server.client.create()

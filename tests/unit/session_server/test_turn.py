@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from server_helpers import ask, post, say, until, user
+from server_helpers import ask, post, rows, say, until, user
 
+from tollway.errors import JournalError
 from tollway.router.fake import FakeReply
 from tollway.session_server import metrics
 from tollway.session_server.fake import FakeServer
+from tollway.session_server.journal import Statement
 
 
 def counted() -> dict[str, float]:
@@ -42,3 +44,24 @@ async def test_finished_and_refused_turns_are_counted(server: FakeServer) -> Non
     await server.client.close(session.session_id)
     assert (await post(server, session, {"messages": [user("more")]}))[0] == 400
     assert since(before) == {"ok": 1.0, "invalid_request": 1.0}
+
+
+async def test_an_overlong_prompt_is_said_to_be_one_though_the_journal_is_full(server: FakeServer) -> None:
+    session = await server.client.create()
+    reply = await ask(server, session, [user("go")])
+    server.engine.script = say(FakeReply(ids=[], status=400, error="longer than the model's context length (9 tokens)"))
+    journal = server.gateway.journal
+    write = journal.write
+
+    async def full(*statements: Statement) -> None:
+        raise JournalError("full")
+
+    journal.write = full  # type: ignore[method-assign]
+    body = {"messages": [user("go"), reply, user("more")]}
+    status, value = await post(server, session, body)
+    assert (status, value["error"]["code"]) == (400, "context_length_exceeded")
+    # With room again, the next such request notes it.
+    journal.write = write  # type: ignore[method-assign]
+    assert (await post(server, session, body))[0] == 400
+    (row,) = await rows(server, session)
+    assert row.truncated

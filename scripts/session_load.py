@@ -331,4 +331,6 @@ def family():
 
 def scratch() -> tempfile.TemporaryDirectory[str]:
     """A folder on the disk that journals lie on."""
-    return tempfile.TemporaryDirectory(prefix="tollway-bench-", dir=Path.cwd())
+    runs = Path(__file__).parents[1] / "runs"
+    runs.mkdir(exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="bench-", dir=runs)

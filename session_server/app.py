@@ -62,7 +62,13 @@ class TollwayApp:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         # A redirect would be built from the request's own Host header.
-        self._rest = _Rest(title="Tollway session server", version=tollway.__version__, redirect_slashes=False)
+        self._rest = _Rest(
+            title="Tollway session server",
+            version=tollway.__version__,
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+        )
         self._rest.state.gateway = gateway
         self._rest.include_router(router)
         self._rest.add_exception_handler(TollwayError, _render_error)
@@ -138,9 +144,18 @@ async def _render_error(request: Request, error: Exception) -> Response:
 async def _render_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 500
     path = request.url.path
-    known = NotFound(f"no route {request.method} {path}; model calls go to {', '.join(_DIALECTS)}")
+    known = NotFound(f"no route {request.method} {path}; {_hint(path)}")
     known.status = status
     return Response(error_body(known), status_code=status, media_type="application/json")
+
+
+def _hint(path: str) -> str:
+    """What a caller of a path that does not exist most likely wanted."""
+    if "/v1/v1/" in path:
+        return "take one /v1 out of the base URL: Anthropic clients want it without (anthropic_base_url)"
+    if path.endswith(("/chat/completions", "/responses")) and "/v1/" not in path:
+        return "add /v1 to the base URL: OpenAI clients want it with (openai_base_url)"
+    return f"model calls go to {', '.join(_DIALECTS)}"
 
 
 async def _render_validation_error(request: Request, error: Exception) -> Response:

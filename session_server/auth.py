@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from tollway.errors import Unauthorized
 
 __all__ = [
+    "admin_only",
     "credential",
     "is_admin",
     "new_session_secret",
@@ -79,6 +80,11 @@ def credential(headers: Headers) -> str | None:
 def is_admin(token: str | None, admin_key: str) -> bool:
     """Whether ``token`` is the admin key; an empty admin key admits nobody."""
     return bool(admin_key) and token is not None and hmac.compare_digest(token.encode(), admin_key.encode())
+
+
+def admin_only() -> Unauthorized:
+    """The one answer to whoever lacks the admin key where nothing else helps."""
+    return Unauthorized("this call needs the admin key (the server's TOLLWAY_ADMIN_KEY) as Bearer")
 
 
 def refused() -> Unauthorized:

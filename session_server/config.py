@@ -26,7 +26,7 @@ class ServerConfig(Section):
     """Server processes; each owns its sessions, one address serves them all."""
     journal: Path = Path("runs/journal.sqlite")
     """Of worker 0; worker 2 keeps its sessions in ``journal.2.sqlite``, and so on."""
-    journal_max_bytes: int | None = Field(default=None, ge=65536)
+    journal_max_bytes: int | None = Field(default=None, ge=1048576)
     """Largest size of a journal file; a full one answers 507 and keeps what it has."""
     compact_after_bytes: int = Field(default=256 * 1024 * 1024, ge=65536)
     """Space of erased sessions in a journal file that starts giving it back to the file system."""
@@ -65,8 +65,8 @@ class ServerConfig(Section):
     """Ids that a session may keep over all its branches; by default only ``max_nodes`` bounds it."""
     max_session_bytes: int | None = Field(default=None, ge=65536)
     """Journal bytes that a session may take; by default only ``journal_max_bytes`` bounds it."""
-    max_concurrent_turns: int = Field(default=64, ge=1)
-    """Model calls of one session at once."""
+    max_concurrent_turns: int = Field(default=128, ge=1)
+    """Model calls of one session at once, each choice of a request counted."""
     max_body_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     """Longest request body."""
     ttl_s: float = Field(default=86400.0, gt=0)

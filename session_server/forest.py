@@ -104,8 +104,8 @@ class Attachment:
     """Node that the request continues; ``None`` opens a root."""
     reason: str
     place: Place
-    supersedes: Node | None = None
-    """Undelivered answer to the same question."""
+    supersedes: tuple[Node, ...] = ()
+    """Answers to the same question that no client saw."""
 
     @property
     def used(self) -> int:
@@ -183,8 +183,8 @@ class Forest:
         found = self._by_end.get(place.end) if place.end is not None else None
         parent = named if named is not None else _best(found) if found else None
         again = self._by_request.get(place.at)
-        lost = next((node for node in reversed(again or ()) if not node.delivered and not node.superseded), None)
-        return Attachment(parent, self._reason(place, parent, again=bool(again), lost=lost is not None), place, lost)
+        lost = tuple(node for node in again or () if not node.delivered and not node.superseded)
+        return Attachment(parent, self._reason(place, parent, again=bool(again), lost=bool(lost)), place, lost)
 
     def end_digests(self, request_digest: Digest, reply: Message) -> tuple[Digest, Digest]:
         """(full, bare) digests of a conversation after ``reply``."""

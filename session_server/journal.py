@@ -140,11 +140,15 @@ class Journal:
         except OSError as error:
             raise self._unusable(error) from error
         deadline = time.monotonic() + _LOCK_WAIT_S
+        told = False
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return file
             except OSError as error:
+                if not told:
+                    told = True
+                    logger.warning("another server has journal %s; waiting %.0f s for it", self.path, _LOCK_WAIT_S)
                 if time.monotonic() > deadline:
                     file.close()
                     raise ConfigError(

@@ -118,7 +118,7 @@ async def admin(request: Request) -> Gateway:
     """The gateway, for the admin key only."""
     gateway = gateway_of(request)
     if not gateway.is_admin(token_of(request)):
-        raise auth.refused()
+        raise auth.admin_only()
     return gateway
 
 
@@ -126,7 +126,7 @@ async def local(request: Request) -> Gateway:
     """The gateway, for loopback or the admin key."""
     gateway = gateway_of(request)
     if request.client is not None and request.client.host not in _LOOPBACK and not gateway.is_admin(token_of(request)):
-        raise auth.refused()
+        raise auth.admin_only()
     return gateway
 
 

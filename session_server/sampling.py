@@ -57,7 +57,7 @@ def sampling_of(
         **used,
         logit_bias=_bias(wish, family),
         max_new_tokens=min(known),
-        seed=wish.seed if wish.seed is not None else base.seed,
+        seed=base.seed if wish.seed is None or "seed" in own else wish.seed,
         stop=(*base.stop, *wish.stop),
         stop_token_ids=tuple(dict.fromkeys(stops)),
         constraint=_constraint(wish, family, prompt_end),

@@ -15,13 +15,15 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from typing import cast
 
 from tollway.errors import BadRequest, CapacityExceeded, Conflict, JournalError, RequestAborted, ServerStopping
+from tollway.heap import give_back
 from tollway.router.service import Router
 from tollway.session_server import auth, metrics
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.forest import Forest
-from tollway.session_server.journal import Journal
+from tollway.session_server.journal import Journal, Read
 from tollway.session_server.rows import (
     CARD_COLUMNS,
     NODE_COLUMNS,
@@ -38,6 +40,8 @@ __all__ = ["SessionStore"]
 
 logger = logging.getLogger(__name__)
 _SWEEP_S = 5.0
+_TRIM_AFTER = 256
+"""Sessions that have left memory before it is given back to the system, which takes some milliseconds."""
 
 
 class SessionStore:
@@ -71,11 +75,15 @@ class SessionStore:
 
     async def sweep(self) -> None:
         """Close sessions whose time is over and unload those that nobody uses, for ever."""
+        unloaded = 0
         while True:
             await asyncio.sleep(_SWEEP_S)
             now = time.time()
             await self.expire(now)
-            self.unload(now)
+            unloaded += self.unload(now)
+            if unloaded >= _TRIM_AFTER:
+                unloaded = 0
+                await asyncio.to_thread(give_back)
 
     async def expire(self, now: float) -> None:
         """Close the sessions whose time is over at ``now``, in Unix seconds."""
@@ -83,6 +91,10 @@ class SessionStore:
             if not self._over(session_id, card, now):
                 continue
             try:
+                if session_id not in self._loaded and session_id not in self._loading:
+                    logger.info("session %s: %s", session_id[:8], self._over(session_id, card, now))
+                    await self._close_unloaded(session_id)
+                    continue
                 session = await self.get(session_id)
                 # It may have been called while the journal was asked.
                 if session is not None and (why := self._over(session_id, card, now)):
@@ -92,14 +104,23 @@ class SessionStore:
                 # Closed in memory; a restart finds it open and expired, and closes it again.
                 logger.error("session %s: %s", session_id[:8], error)
 
-    def unload(self, now: float) -> None:
-        """Keep only the cards of sessions that nobody has used for a while."""
+    async def _close_unloaded(self, session_id: str) -> None:
+        """Close a session that nobody uses, from its card."""
+        self._forget(session_id)
+        self._router.release_session(session_id)
+        metrics.SESSIONS.set(len(self._open))
+        await self._journal.write(("UPDATE sessions SET state='closed' WHERE id=?", (session_id,)))
+
+    def unload(self, now: float) -> int:
+        """Keep only the cards of sessions that nobody has used for a while; how many left memory."""
+        before = len(self._loaded)
         for session_id, session in list(self._loaded.items()):
             card = self._open[session_id]
             # Whoever has just had it loaded does not visit it yet.
             used_at = max(card.used_at, session.loaded_at)
             if not session.busy and used_at + self._config.unload_after_s <= now:
                 del self._loaded[session_id]
+        return before - len(self._loaded)
 
     def _over(self, session_id: str, card: Card, now: float) -> str:
         """Why a session has to end; empty while it may go on."""
@@ -154,10 +175,13 @@ class SessionStore:
             self._loading[session_id] = task
         return await asyncio.shield(task)
 
-    def token_hash(self, session_id: str) -> bytes | None:
-        """Of an open session, without loading it."""
-        card = self._open.get(session_id)
-        return card.token_hash if card is not None else None
+    async def token_hash(self, session_id: str) -> bytes | None:
+        """What is kept of a session's token, without loading the session."""
+        known = self._open.get(session_id) or self._closed.get(session_id)
+        if known is not None:
+            return known.token_hash
+        rows = await self._journal.read("SELECT token_hash FROM sessions WHERE id=?", (session_id,))
+        return cast(bytes, rows[0][0]) if rows else None
 
     @asynccontextmanager
     async def visit(self, session: Session) -> AsyncIterator[Session]:
@@ -232,17 +256,16 @@ class SessionStore:
     # -- the journal -------------------------------------------------------------------------------
 
     async def _load(self, session_id: str) -> Session | None:
-        rows = await self._journal.read(
-            f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?",  # noqa: S608 - constants
-            (session_id,),
-        )
+        return await self._journal.use(lambda read: self._built(read, session_id))
+
+    def _built(self, read: Read, session_id: str) -> Session | None:
+        """A session from its rows; runs in a reading thread of the journal."""
+        rows = read(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE id=?", (session_id,))  # noqa: S608 - constants
         if not rows:
             return None
         session = session_from_row(rows[0], call_ids=self._config.match_tool_call_ids)
-        for row in await self._journal.read(
-            f"SELECT {NODE_COLUMNS} FROM turns WHERE session_id=? ORDER BY number",  # noqa: S608 - constants
-            (session_id,),
-        ):
+        turns = f"SELECT {NODE_COLUMNS} FROM turns WHERE session_id=? ORDER BY number"  # noqa: S608 - constants
+        for row in read(turns, (session_id,)):
             session.take_in(*node_from_row(row, session.forest.nodes, boot=self.boot))
         return session
 

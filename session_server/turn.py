@@ -47,7 +47,7 @@ _TAIL = 64
 _OFF_LOOP_CHARS = 16_384
 """Rendering more text than this takes over a millisecond and leaves the event loop."""
 _OFF_LOOP_IDS = 4_096
-_PADDING = 1024
+_PADDING = 16
 _FIRST = ("root", "continuation", "fork", "new_root", "new_conversation")
 """Reasons that say of a question that it was new."""
 _BREAKS = ("edited", "tools_changed", "rerendered")
@@ -317,8 +317,8 @@ class Turns:
             statement, size = turn_insert(session.session_id, node, outcome.record, insert)
             statements.append(statement)
             sizes.append(size)
-        old = plan.attachment.supersedes
-        if old is not None:
+        lost = plan.attachment.supersedes
+        for old in lost:
             statements.append(
                 ("UPDATE turns SET superseded=1 WHERE session_id=? AND number=?", (session.session_id, old.number))
             )
@@ -333,7 +333,7 @@ class Turns:
             if not done.cancelled() and done.exception() is None:
                 for (node, _), size in zip(made, sizes, strict=True):
                     session.take_in(node, size)
-                if old is not None:
+                for old in lost:
                     old.superseded = True
 
         # Registered before the wait: a client that goes during the sync cannot split file and memory.
@@ -411,13 +411,16 @@ def _check_limits(session: Session, choices: int, config: ServerConfig) -> None:
         raise BadRequest(f"this session keeps {session.tokens} tokens; server.max_session_tokens allows no more")
     if config.max_session_bytes is not None and session.stored_bytes >= config.max_session_bytes:
         raise BadRequest(f"this session takes {session.stored_bytes} bytes; server.max_session_bytes is reached")
-    if session.calls.running > config.max_concurrent_turns:
-        raise CapacityExceeded(f"{session.calls.running} calls of this session are running", retry_after_s=1.0)
+    most = config.max_concurrent_turns
+    if choices > most:
+        raise BadRequest(f"n is {choices}; server.max_concurrent_turns allows {most} calls at once", param="n")
+    if (running := session.calls.running - 1 + choices) > most:
+        raise CapacityExceeded(f"{running} calls of this session would run, {most} may", retry_after_s=1.0)
 
 
 def _check_ids(ids: Ids, family: Family) -> None:
-    # Models pad their vocabulary to round sizes and may sample such an id; the tokenizer does not know how many.
-    limit = -(-family.vocab_size // _PADDING) * _PADDING
+    # Models pad their vocabulary to round sizes, the largest known by 0.2 %, and may sample such an id.
+    limit = family.vocab_size + max(_PADDING, family.vocab_size // 100)
     if (largest := int(ids.max())) >= limit:
         raise UpstreamError(
             f"engine sampled id {largest}, family {family.name} has {family.vocab_size}; "

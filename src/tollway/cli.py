@@ -245,6 +245,8 @@ def _new_model(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     if settings.model.fresh is None:
         raise ConfigError("no [model.fresh] section: name the shape there, at least --set model.fresh.vocab_size=272")
+    if (arguments.directory / "model.safetensors").exists():
+        raise ConfigError(f"{arguments.directory} holds a model already; name another directory, or delete it first")
     write_fresh_model(arguments.directory, settings.model.fresh, seed=settings.run.seed)
     print(f"wrote {arguments.directory}/config.json and model.safetensors")
     return 0

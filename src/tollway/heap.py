@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 
-__all__ = ["keep_freed_memory", "settle"]
+__all__ = ["give_back", "keep_freed_memory", "settle"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 << 20
@@ -39,7 +39,12 @@ def settle() -> None:
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG, 20, 20)
+    gc.set_threshold(_YOUNG, 20, 100)
+    give_back()  # what only the start needed
+
+
+def give_back() -> None:
+    """Return free memory to the system, wherever it lies in the heap. Not for an event loop: it takes a while."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(0)  # what only the start needed
+        trim(0)

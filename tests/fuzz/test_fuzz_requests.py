@@ -93,7 +93,7 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(1_500, marks=FULL)])
+@pytest.mark.parametrize("examples", [50, pytest.param(1_500, marks=FULL)])
 def test_any_short_history_of_requests_leaves_its_session_whole(arena: Arena, examples: int) -> None:
     """Steps are seeds, not draws: what a step can do depends on what was answered before."""
     place = arena.place
@@ -115,7 +115,7 @@ def test_any_short_history_of_requests_leaves_its_session_whole(arena: Arena, ex
     _report(f"hypothesis: {examples} histories, {place.requests} requests", place)
 
 
-@pytest.mark.parametrize("examples", [150, pytest.param(4_000, marks=FULL)])
+@pytest.mark.parametrize("examples", [100, pytest.param(4_000, marks=FULL)])
 @pytest.mark.parametrize("dialect", sorted(PATHS))
 def test_any_value_in_any_field_is_answered(arena: Arena, dialect: str, examples: int) -> None:
     place = arena.place

@@ -76,11 +76,11 @@ def test_an_undelivered_answer_is_superseded_by_the_next_and_stays_visible() -> 
     first = grow(forest, attach(forest, [user("q")]), said, [1], [2])
     first.delivered = False
     again = attach(forest, [user("q")])
-    assert (again.reason, again.supersedes) == ("retry", first)
+    assert (again.reason, again.supersedes) == ("retry", (first,))
     second = grow(forest, again, Message(role="assistant", content="b"), [1], [3])
     first.superseded = True
     third = attach(forest, [user("q")])
-    assert (third.reason, third.supersedes) == ("sibling", None)
+    assert (third.reason, third.supersedes) == ("sibling", ())
     rows = rows_of(forest)
     assert [(row.leaf, row.trainable) for row in rows] == [(first.number, False), (second.number, True)]
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from server_helpers import ask, post, rows, until, user
 
 from tollway.router.fake import FakeReply
 from tollway.session_server.fake import FakeServer
-from tollway.session_server.journal import Journal, Row, Statement
+from tollway.session_server.journal import Journal, Read, Row, Statement
+
+T = TypeVar("T")
 
 
 class HeldJournal:
@@ -27,6 +31,12 @@ class HeldJournal:
         self.reading.set()
         await self.may_read.wait()
         return rows
+
+    async def use(self, work: Callable[[Read], T]) -> T:
+        result = await self._journal.use(work)
+        self.reading.set()
+        await self.may_read.wait()
+        return result
 
     async def write(self, *statements: Statement) -> None:
         self.writing.set()

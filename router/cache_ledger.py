@@ -2,7 +2,7 @@
 
 The ids of every call are known exactly, so the possible hit is known too. Hit rate, ceiling and efficiency
 are reported together, and every missed token has the first cause that holds. First calls stand apart: a
-hit there is a shared prompt. Pure state, no I/O. Depends on the kernel only.
+hit there is a shared prompt. Pure state, no I/O. Depends on the kernel and orjson.
 
 Definitions for a call with prompt P and C cached tokens, whose parent call had prompt P' and output G':
 ``L`` is the common prefix of this prompt with the parent's whole sequence,
@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+
+import orjson
 
 __all__ = ["CAUSES", "CacheFigures", "CacheLedger", "CallFacts", "Miss", "classify", "possible_hit"]
 
@@ -170,6 +172,8 @@ class CacheLedger:
         self.total = CacheFigures()
         self.engines: dict[str, CacheFigures] = {}
         self.sessions: dict[str, CacheFigures] = {}
+        self._resting: dict[str, bytes] = {}
+        """Figures of sessions that nobody uses, as JSON: one small object each instead of a dozen."""
 
     def record(
         self,
@@ -185,7 +189,7 @@ class CacheLedger:
         """Count one call once, in every view. ``cause`` explains ``possible - cached`` when that is positive."""
         views = [self.total]
         views.append(self.engines.setdefault(call.engine_id, CacheFigures()))
-        views.append(self.sessions.setdefault(session_key, CacheFigures()))
+        views.append(self._woken(session_key))
         if cached is None:
             for view in views:
                 view.unreported_calls += 1
@@ -206,10 +210,25 @@ class CacheLedger:
     def forget(self, session_key: str) -> None:
         """Drop the view of one session; the totals keep what it added."""
         self.sessions.pop(session_key, None)
+        self._resting.pop(session_key, None)
+
+    def rest(self, session_key: str) -> None:
+        """Keep the view of a session that is not used now in as little memory as it takes."""
+        figures = self.sessions.pop(session_key, None)
+        if figures is not None:
+            self._resting[session_key] = orjson.dumps(asdict(figures))
 
     def session(self, session_key: str) -> Mapping[str, object]:
         """Figures of one session."""
-        return self.sessions.get(session_key, CacheFigures()).summary()
+        known = session_key in self.sessions or session_key in self._resting
+        return self._woken(session_key).summary() if known else CacheFigures().summary()
+
+    def _woken(self, session_key: str) -> CacheFigures:
+        rested = self._resting.pop(session_key, None)
+        if rested is not None:
+            values = orjson.loads(rested)
+            self.sessions[session_key] = CacheFigures(**{**values, "waste": Counter(values["waste"])})
+        return self.sessions.setdefault(session_key, CacheFigures())
 
     def summary(self) -> dict[str, object]:
         """Figures of the run and of each engine."""

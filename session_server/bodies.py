@@ -10,6 +10,7 @@ depends on orjson, msgspec (for the offsets of list items) and xxhash.
 from __future__ import annotations
 
 import bisect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,7 @@ from tollway.session_server.dialects.base import Dialect
 from tollway.session_server.forest import Forest, Place
 from tollway.session_server.request import Wish
 
-__all__ = ["Body", "Matched", "Memo", "Reading", "match", "read", "remember"]
+__all__ = ["Body", "Matched", "Memo", "Reading", "Wishes", "match", "read", "remember"]
 
 _WHITE = b" \t\r\n"
 _PROBE = 48
@@ -157,6 +158,23 @@ class Memo:
     wish: Wish
 
 
+class Wishes:
+    """Wishes that conversations have in common: a harness sends the same tools with each, up to 64 kB of them."""
+
+    def __init__(self, most: int = 512) -> None:
+        self._most = most
+        self._known: OrderedDict[tuple[str, bytes], Wish] = OrderedDict()
+
+    def shared(self, dialect: Dialect, around: bytes, wish: Wish) -> Wish:
+        """The one object for what stands ``around`` the list of a body: same bytes, same wish."""
+        key = dialect.name, xxhash.xxh3_128_digest(around)
+        found = self._known.setdefault(key, wish)
+        self._known.move_to_end(key)
+        if len(self._known) > self._most:
+            self._known.popitem(last=False)
+        return found
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
     """A body as far as it is new."""
@@ -225,7 +243,7 @@ def match(reading: Reading, dialect: Dialect, forest: Forest, start: Place | Non
     return Matched(place, messages, marks)
 
 
-def remember(body: Body, dialect: Dialect, reading: Reading, matched: Matched) -> Memo | None:
+def remember(body: Body, dialect: Dialect, reading: Reading, matched: Matched, wishes: Wishes) -> Memo | None:
     """What the next request of this conversation can make use of; ``None`` when offsets are not known."""
     if not reading.ends:
         return None
@@ -241,6 +259,8 @@ def remember(body: Body, dialect: Dialect, reading: Reading, matched: Matched) -
         return None
     marks = marks[-_MARKS:]
     tail = body.between(reading.ends[-1], body.size)
+    known = reading.memo is not None and reading.memo.wish is reading.wish
+    around = body.between(0, reading.opening) + tail
     return Memo(
         dialect.name,
         reading.opening,
@@ -248,7 +268,7 @@ def remember(body: Body, dialect: Dialect, reading: Reading, matched: Matched) -
         tuple(marks),
         len(tail),
         xxhash.xxh3_128_digest(tail),
-        reading.wish,
+        reading.wish if known else wishes.shared(dialect, around, reading.wish),
     )
 
 

@@ -19,7 +19,7 @@ __all__ = ["Call", "CallBook", "other_body"]
 
 _K = TypeVar("_K", str, bytes)
 
-_REMEMBERED = 8
+_REMEMBERED = 4
 """Finished calls per session whose bytes wait for a retry."""
 
 
@@ -141,6 +141,11 @@ class CallBook:
                 call.cancel(gone)
 
         asyncio.get_running_loop().call_later(grace_s, unless_joined)
+
+    def forget(self) -> None:
+        """Drop the replies that wait for a retry; the journal has those with a key."""
+        self._by_key.clear()
+        self._by_body.clear()
 
     async def cancel_all(self, reason: TollwayError) -> None:
         """End every running call and wait until each has let go."""

@@ -73,6 +73,8 @@ class ServerConfig(Section):
     """Life of a session that does not say otherwise."""
     idle_ttl_s: float = Field(default=7200.0, gt=0)
     """A session is closed after so long without a call."""
+    loaded_sessions: int = Field(default=1024, ge=1)
+    """Open sessions kept in memory; beyond that those used longest ago leave it, as if they had been idle."""
     unload_after_s: float = Field(default=300.0, gt=0)
     """A session idle for so long leaves memory; its next call brings it back from the journal."""
     retry_grace_s: float = Field(default=10.0, ge=0)

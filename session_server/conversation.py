@@ -13,7 +13,7 @@ from typing import cast
 
 from tollway.errors import BadRequest
 from tollway.messages import Message
-from tollway.session_server.bodies import Body, Matched, Reading, match, read, remember
+from tollway.session_server.bodies import Body, Matched, Reading, Wishes, match, read, remember
 from tollway.session_server.dialects.base import Dialect
 from tollway.session_server.forest import Forest, Node
 from tollway.session_server.journal import Journal
@@ -36,6 +36,7 @@ class Conversations:
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
+        self._wishes = Wishes()
 
     async def read(self, session: Session, dialect: Dialect, body: Body, *, reply_id: str, key: str | None) -> Asked:
         """The request of ``body`` and where its conversation stands. Raises ``BadRequest``."""
@@ -47,7 +48,7 @@ class Conversations:
                 reading = read(body, dialect)
             return await self._continued(session, dialect, reading, names)
         matched = match(reading, dialect, session.forest)
-        memo = remember(body, dialect, reading, matched)
+        memo = remember(body, dialect, reading, matched, self._wishes)
         if memo is not None:
             session.keep_memo(memo, reading.memo)
         mark = reading.mark

@@ -9,7 +9,7 @@ compactions and repeated questions open branches. Depends on ``matching`` and th
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import orjson
@@ -21,6 +21,12 @@ from tollway.router.wire import Prompt
 from tollway.session_server.matching import EMPTY, Digest, chain, message_key, tools_digest
 
 __all__ = ["Attachment", "Forest", "Node", "Place", "common_prefix", "path_prompt"]
+
+
+_WAYS = 64
+"""Most conversations that are kept apart while a harness that drops reasoning does not say which it means."""
+Way = tuple[Digest, Digest | None]
+"""``at`` and ``end`` of a conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,13 @@ class Place:
     """Kernel messages up to and with that reply."""
     edited: bool = False
     """An answer to a question of ours is not the one that was given."""
+    others: tuple[Way, ...] = ()
+    """What else the conversation may be: several of our replies look alike without their reasoning."""
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """Every conversation that this may be, the likeliest first."""
+        return ((self.at, self.end), *self.others)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -130,8 +143,8 @@ class Forest:
     """Most recently committed node."""
     _by_end: dict[Digest, list[Node]] = field(default_factory=dict)
     _by_request: dict[Digest, list[Node]] = field(default_factory=dict)
-    _bare: dict[Digest, Digest] = field(default_factory=dict)
-    """Digest of a reply without reasoning -> its full digest."""
+    _bare: dict[Digest, list[Digest]] = field(default_factory=dict)
+    """Digest of a reply without reasoning -> the full digests that it may stand for, oldest first."""
     _roots: dict[Digest, _Root] = field(default_factory=dict)
     _by_reply: dict[str, Node] = field(default_factory=dict)
 
@@ -158,33 +171,55 @@ class Forest:
 
     def advance(self, place: Place, messages: Sequence[Message]) -> Place:
         """Match further messages of a conversation."""
-        at, root, end, used, edited = place.at, place.root, place.end, place.used, place.edited
+        ways, root, used, edited = place.ways, place.root, place.used, place.edited
         count = place.messages
         for message in messages:
             key = message_key(message, call_ids=self.call_ids)
             if root is EMPTY:
                 root = chain(b"", key)
-            reply = message.role == "assistant"
-            asked = reply and at in self._by_request
-            at = chain(at, key)
-            at = self._bare.get(at, at)
             count += 1
-            if reply and at in self._by_end:
-                end, used, edited = at, count, False
-            elif asked:
+            before, ways = ways, tuple((chain(at, key), end) for at, end in ways)
+            if message.role != "assistant":
+                continue
+            if replies := self._replies(ways):
+                ways, used, edited = replies, count, False
+            elif any(at in self._by_request for at, _ in before):
                 edited = True
-        return Place(at, root, place.tools, place.lead, count, end, used, edited)
+        at, end = ways[0]
+        return Place(at, root, place.tools, place.lead, count, end, used, edited, ways[1:])
+
+    def _replies(self, ways: Sequence[Way]) -> tuple[Way, ...]:
+        """Those of ``ways`` that end with a reply of ours, whose reasoning the harness may have dropped."""
+        if len(ways) == 1 and (at := ways[0][0]) not in self._bare:  # nearly always
+            return ((at, at),) if at in self._by_end else ()
+        known = (
+            each for at, _ in ways for each in (*reversed(self._bare.get(at, ())[-_WAYS:]), at) if each in self._by_end
+        )
+        return tuple((each, each) for each in dict.fromkeys(known))[:_WAYS]
 
     def attach(self, place: Place, *, named: Node | None = None) -> Attachment:
         """Find the deepest node whose path is a prefix of the conversation, or say why there is none.
 
         ``named``: the node that the request names itself, whatever else was answered alike.
         """
+        if place.others:
+            at, end = max(place.ways, key=self._likelihood)
+            place = replace(place, at=at, end=end, others=())
         found = self._by_end.get(place.end) if place.end is not None else None
         parent = named if named is not None else _best(found) if found else None
         again = self._by_request.get(place.at)
         lost = tuple(node for node in again or () if not node.delivered and not node.superseded)
         return Attachment(parent, self._reason(place, parent, again=bool(again), lost=bool(lost)), place, lost)
+
+    def _likelihood(self, way: Way) -> tuple[bool, bool, int]:
+        """Of conversations that look alike: one whose answer got lost, then one that nobody went on with yet."""
+        at, end = way
+        lost = any(not node.delivered and not node.superseded for node in self._by_request.get(at, ()))
+        nodes = self._by_end.get(end) if end is not None else None
+        if not nodes:
+            return lost, False, -1
+        best = _best(nodes)
+        return lost, not best.children and not best.superseded, best.number
 
     def end_digests(self, request_digest: Digest, reply: Message) -> tuple[Digest, Digest]:
         """(full, bare) digests of a conversation after ``reply``."""
@@ -202,7 +237,9 @@ class Forest:
         self._by_end.setdefault(node.end_digest, []).append(node)
         self._by_request.setdefault(node.request_digest, []).append(node)
         if node.bare_digest != node.end_digest:
-            self._bare[node.bare_digest] = node.end_digest
+            alike = self._bare.setdefault(node.bare_digest, [])
+            if node.end_digest not in alike[-_WAYS:]:
+                alike.append(node.end_digest)
         self._roots[node.root_digest] = _Root(node.tools)
         if node.reply_id:
             self._by_reply[node.reply_id] = node

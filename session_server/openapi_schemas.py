@@ -239,8 +239,8 @@ _RESPONSES: Schemas = {
         _object(
             "type",
             type=_is("reasoning"),
-            summary=_maybe_of(_list(_object("type text", type=_is("summary_text"), text=_TEXT))),
-            content=_maybe_of(_list(_object("type text", type=_is("reasoning_text"), text=_TEXT))),
+            summary=_maybe_of(_TEXT, _list(_object("type text", type=_is("summary_text"), text=_TEXT))),
+            content=_maybe_of(_TEXT, _list(_object("type text", type=_is("reasoning_text"), text=_TEXT))),
             encrypted_content=_maybe("string"),
         ),
         _object(

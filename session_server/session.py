@@ -59,6 +59,9 @@ class Tally:
     failed_calls: dict[str, int] = field(default_factory=dict)
     """Calls that were begun and recorded nothing, by error code."""
 
+    def __bool__(self) -> bool:
+        return bool(self.sampling_overridden or self.failed_calls)
+
 
 @dataclass(slots=True, eq=False)
 class Card:
@@ -69,7 +72,8 @@ class Card:
     """Unix seconds."""
     used_at: float
     """Unix seconds of its creation, its last call, or the server's start."""
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally | None = None
+    """Of a session that is not in memory, when it counted anything."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -8,6 +8,7 @@ in memory; its next call brings it back from the journal, as does the first one 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import math
 import secrets
@@ -34,13 +35,16 @@ from tollway.session_server.rows import (
     session_from_row,
     session_insert,
 )
-from tollway.session_server.session import Card, Outcome, Session, Settings
+from tollway.session_server.session import Card, Outcome, Session, Settings, Tally
 
 __all__ = ["SessionStore"]
 
 logger = logging.getLogger(__name__)
 _SWEEP_S = 5.0
-_TRIM_AFTER = 256
+_SETTLED_S = 1.0
+_LOOK_AHEAD = 64
+"""Sessions at the end of the queue that may be busy, so that room can still be made."""
+_TRIM_AFTER = 32
 """Sessions that have left memory before it is given back to the system, which takes some milliseconds."""
 
 
@@ -55,8 +59,10 @@ class SessionStore:
         self.boot = secrets.token_hex(8)
         """Names this run of the server, see ``TurnInsert``."""
         self._open: dict[str, Card] = {}
-        self._loaded: dict[str, Session] = {}
-        """Open sessions in memory."""
+        self._loaded: OrderedDict[str, Session] = OrderedDict()
+        """Open sessions in memory, the one used last at the end."""
+        self._pushed_out = 0
+        """Sessions that left memory for want of room since the last sweep."""
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Session | None]] = {}
 
@@ -113,14 +119,36 @@ class SessionStore:
 
     def unload(self, now: float) -> int:
         """Keep only the cards of sessions that nobody has used for a while; how many left memory."""
-        before = len(self._loaded)
+        gone, self._pushed_out = self._pushed_out, 0
         for session_id, session in list(self._loaded.items()):
-            card = self._open[session_id]
-            # Whoever has just had it loaded does not visit it yet.
-            used_at = max(card.used_at, session.loaded_at)
-            if not session.busy and used_at + self._config.unload_after_s <= now:
-                del self._loaded[session_id]
-        return before - len(self._loaded)
+            if self._idle(session_id, session, now, self._config.unload_after_s):
+                self._unload(session_id)
+                gone += 1
+        return gone
+
+    def _idle(self, session_id: str, session: Session, now: float, seconds: float) -> bool:
+        # Whoever has just had it loaded does not visit it yet.
+        used_at = max(self._open[session_id].used_at, session.loaded_at)
+        return not session.busy and used_at + seconds <= now
+
+    def _unload(self, session_id: str) -> None:
+        session, card = self._loaded.pop(session_id), self._open[session_id]
+        card.tally = session.tally if session.tally else None
+        self._router.ledger.rest(session_id)
+        # Replies know their session: without this only a full collection would free it.
+        session.calls.forget()
+
+    def _make_room(self) -> None:
+        """Beyond ``server.loaded_sessions`` those that were used longest ago leave memory."""
+        surplus = len(self._loaded) - self._config.loaded_sessions
+        if surplus <= 0:
+            return
+        now = time.time()
+        oldest = list(itertools.islice(self._loaded.items(), surplus + _LOOK_AHEAD))
+        idle = [key for key, session in oldest if self._idle(key, session, now, _SETTLED_S)]
+        for session_id in idle[:surplus]:
+            self._unload(session_id)
+            self._pushed_out += 1
 
     def _over(self, session_id: str, card: Card, now: float) -> str:
         """Why a session has to end; empty while it may go on."""
@@ -153,8 +181,9 @@ class SessionStore:
             forest=Forest(call_ids=self._config.match_tool_call_ids),
         )
         # Counted before the write, so that a burst cannot pass the cap.
-        self._open[session_id] = Card(session.token_hash, session.expires_at, now, session.tally)
+        self._open[session_id] = Card(session.token_hash, session.expires_at, now)
         self._loaded[session_id] = session
+        self._make_room()
         try:
             await self._journal.write(session_insert(session))
         except BaseException:
@@ -193,6 +222,8 @@ class SessionStore:
             session.visitors -= 1
             if (card := self._open.get(session.session_id)) is not None:
                 card.used_at = time.time()
+                if session.session_id in self._loaded:
+                    self._loaded.move_to_end(session.session_id)
 
     async def reward(self, session: Session, outcome: Outcome) -> None:
         """Record the verdict once; the same one again is fine, another is ``Conflict``."""
@@ -226,6 +257,7 @@ class SessionStore:
         if session is not None:
             session.state = "closed"
             await session.calls.cancel_all(RequestAborted("the session was deleted"))
+            session.calls.forget()
         self._router.release_session(session_id)
         metrics.SESSIONS.set(len(self._open))
         await self._journal.write(
@@ -277,10 +309,11 @@ class SessionStore:
             if session is None or self._loading.get(session_id) is not mine:
                 return None
             if (card := self._open.get(session_id)) is not None:
-                session.state, session.tally = "open", card.tally
+                session.state, session.tally = "open", card.tally or Tally()
                 card.used_at = time.time()  # who waits for it must find it in memory
                 self._loaded[session_id] = session
                 self._restore_pin(session)
+                self._make_room()
             else:
                 # The journal of one that is being closed or deleted lags behind.
                 session.state = "closed"
@@ -304,6 +337,7 @@ class SessionStore:
 
     def _remember(self, session: Session) -> None:
         session.memos.clear()
+        session.calls.forget()
         self._closed[session.session_id] = session
         self._closed.move_to_end(session.session_id)
         while len(self._closed) > self._config.keep_closed:

@@ -140,7 +140,10 @@ def _grammar(form: object, where: str) -> str:
     inner = form.get("grammar", form) if isinstance(form, dict) else None  # chat nests it, responses does not
     if kind != "grammar" or not isinstance(inner, dict) or not isinstance(inner.get("definition"), str):
         raise BadRequest(f"{where}.format must be text or a grammar with its definition", param=where)
-    return f"Text that follows this {inner.get('syntax', 'lark')} grammar:\n{inner['definition']}"
+    syntax = inner.get("syntax", "lark")
+    if syntax not in ("lark", "regex"):
+        raise BadRequest(f"{where}.format has a grammar of an unknown syntax; use lark or regex", param=where)
+    return f"Text that follows this {syntax} grammar:\n{inner['definition']}"
 
 
 # -- choices ----------------------------------------------------------------------------------------

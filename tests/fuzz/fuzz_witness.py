@@ -118,10 +118,13 @@ class Witness:
             return ids[:most], "length"
         return [*ids, end], "stop"
 
-    def follows(self, before: str, after: str) -> bool:
-        """Whether the prompt of reply ``after`` begins with all that was sent and returned for ``before``."""
+    def follow(self, before: str, after: str) -> None:
+        """The prompt of reply ``after`` has to begin with all that was sent and returned for ``before``."""
         one, two = self._sequences.get(before), self._sequences.get(after)
-        return one is None or two is None or two.startswith(one)
+        if one is not None and two is not None and not two.startswith(one):
+            parted = next(at for at, (x, y) in enumerate(zip(one, two, strict=False)) if x != y) // 4
+            ends = [np.frombuffer(each, np.int32)[max(0, parted - 40) : parted + 60].tolist() for each in (one, two)]
+            raise AssertionError(f"#{after}# does not go on from #{before}#, they part at {parted}: {ends}")
 
     def prove(self, camp: Camp, rows: Iterable[Trajectory], sampled: int) -> set[str]:
         """The numbers of a session's export, which is what the engine saw, once, and lacks nothing.

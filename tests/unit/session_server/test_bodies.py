@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tollway.errors import BadRequest
-from tollway.session_server.bodies import Body, Memo, match, read, remember
+from tollway.session_server.bodies import Body, Memo, Wishes, match, read, remember
 from tollway.session_server.dialects.chat import CHAT
 from tollway.session_server.forest import Forest
 
@@ -30,7 +30,7 @@ def pieces(data: bytes) -> Body:
 def memo_of(data: bytes, *memos: Memo) -> Memo:
     body = pieces(data)
     reading = read(body, CHAT, memos)
-    memo = remember(body, CHAT, reading, match(reading, CHAT, Forest()))
+    memo = remember(body, CHAT, reading, match(reading, CHAT, Forest()), Wishes())
     assert memo is not None
     return memo
 
@@ -124,5 +124,22 @@ def test_any_history_of_bodies_is_read_as_the_last_one_alone(
         body = json.dumps(value, indent=indent, ensure_ascii=cut % 2 == 0).encode()
         same(body, *memos)
         reading = read(pieces(body), CHAT, memos)
-        memo = remember(pieces(body), CHAT, reading, match(reading, CHAT, Forest()))
+        memo = remember(pieces(body), CHAT, reading, match(reading, CHAT, Forest()), Wishes())
         memos = [memo, *memos][:3] if memo is not None else memos  # None: nothing was added
+
+
+def test_conversations_of_one_harness_share_their_tools() -> None:
+    wishes = Wishes(most=2)
+
+    def kept(text: str, **more: Any) -> Memo:
+        body = pieces(orjson.dumps({"model": "m", "messages": [user(text)], "tools": TOOLS, **more}))
+        reading = read(body, CHAT)
+        memo = remember(body, CHAT, reading, match(reading, CHAT, Forest()), wishes)
+        assert memo is not None
+        assert memo.wish == reading.wish
+        return memo
+
+    assert kept("one").wish is kept("two").wish
+    assert kept("one", seed=1).wish is not kept("two").wish
+    kept("one", seed=2), kept("one", seed=3)
+    assert kept("one").wish == kept("two").wish

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,55 @@ def test_an_undelivered_answer_is_superseded_by_the_next_and_stays_visible() -> 
     assert (third.reason, third.supersedes) == ("sibling", ())
     rows = rows_of(forest)
     assert [(row.leaf, row.trainable) for row in rows] == [(first.number, False), (second.number, True)]
+
+
+def thought(reasoning: str | None, content: str = "yes") -> Message:
+    return Message(role="assistant", content=content, reasoning=reasoning)
+
+
+@pytest.mark.parametrize("first", ["r1", None])
+@pytest.mark.parametrize("second", ["r2", None])
+def test_replies_that_differ_in_their_reasoning_only_keep_their_own_conversations(
+    first: str | None, second: str | None
+) -> None:
+    """Whoever drops the reasoning is followed by what comes after it; whoever sends it is taken at their word."""
+    forest = Forest()
+    one = grow(forest, attach(forest, [user("q")]), thought(first), [1], [2])
+    deeper = grow(
+        forest, attach(forest, [user("q"), thought(None), user("on")]), Message(role="assistant", content="a"), [3], [4]
+    )
+    assert deeper.parent is one
+    two = grow(forest, attach(forest, [user("q")]), thought(second), [1], [5])
+    history = [user("q"), thought(None), user("on"), Message(role="assistant", content="a"), user("further")]
+    found = attach(forest, history)
+    assert (found.parent, found.reason, found.used) == (deeper, "continuation", 4)
+    history[1] = thought(first)
+    assert attach(forest, history).parent is deeper
+    history[1] = thought("of nobody")
+    assert attach(forest, history).reason == "edited"
+    # Nothing tells them apart yet: the one that nobody went on with.
+    assert attach(forest, [user("q"), thought(None), user("other")]).parent is two
+    if first and second:
+        assert attach(forest, [user("q"), thought(first), user("other")]).parent is one
+
+
+def test_of_replies_that_look_alike_the_one_with_a_lost_answer_is_asked_again() -> None:
+    forest = Forest()
+    grow(forest, attach(forest, [user("q")]), thought("r1"), [1], [2])
+    asked = [user("q"), thought(None), user("on")]
+    lost = grow(forest, attach(forest, asked), Message(role="assistant", content="a"), [3], [4])
+    grow(forest, attach(forest, [user("q")]), thought("r2"), [1], [5])
+    lost.delivered = False
+    again = attach(forest, asked)
+    assert (again.reason, again.supersedes, again.parent) == ("retry", (lost,), lost.parent)
+
+
+def test_many_replies_that_look_alike_cost_no_more_than_some() -> None:
+    forest = Forest()
+    nodes = [grow(forest, attach(forest, [user("q")]), thought(f"r{at}"), [1], [at]) for at in range(200)]
+    found = attach(forest, [user("q"), thought(None), user("on")])
+    assert found.parent is nodes[-1]
+    assert len(forest.advance(forest.start((), ()), [user("q"), thought(None)]).ways) == 64
 
 
 def test_a_superseded_leaf_does_not_take_a_shared_prefix_from_training() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -196,3 +198,37 @@ async def test_a_session_may_not_grow_beyond_its_caps(tmp_path: Path, limit: str
         assert status == 400
         assert limit in answer["error"]["message"]
         assert len(await rows(server, session)) >= 1
+
+
+async def test_what_leaves_memory_is_free_without_a_collection(server: FakeServer) -> None:
+    """A full collection is rare in a server with much in memory: cycles would keep every idle session."""
+    store = server.gateway.store
+    unloaded, deleted = await server.client.create(), await server.client.create()
+    for session in (unloaded, deleted):
+        await ask(server, session, [user("one")])
+    gc.collect()
+    gc.disable()
+    try:
+        held = [weakref.ref(call.task) for each in store._loaded.values() for call in each.calls._by_body.values()]
+        assert len(held) == 2
+        await server.client.delete(deleted.session_id)
+        store.unload(time.time() + 10_000)
+        await until(lambda: not any(ref() for ref in held), what="the nodes are freed")
+    finally:
+        gc.enable()
+
+
+async def test_sessions_used_longest_ago_make_room_for_others(tmp_path: Path) -> None:
+    async with FakeServer(tmp_path, settings={"loaded_sessions": 2}) as server:
+        store = server.gateway.store
+        sessions = [await server.client.create() for _ in range(3)]
+        replies = [await ask(server, session, [user("one")]) for session in sessions]
+        await asyncio.sleep(1.1)
+        await ask(server, sessions[0], [user("one"), replies[0], user("two")])
+        await server.client.create()
+        assert set(store._loaded) >= {sessions[0].session_id}
+        assert store.summary()["loaded_sessions"] == 2
+        for session, reply in zip(sessions[1:], replies[1:], strict=True):
+            await ask(server, session, [user("one"), reply, user("two")])
+            (row,) = await rows(server, session)
+            assert len(row.turn_spans) == 2

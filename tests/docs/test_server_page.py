@@ -30,7 +30,7 @@ def test_the_limits_are_the_defaults() -> None:
     server = Settings().server
     for name, said in (
         ("capacity", "4096 open sessions per worker"),
-        ("max_concurrent_turns", "64 per session"),
+        ("max_concurrent_turns", "128 per session"),
         ("max_nodes", "4096 calls"),
     ):
         assert said.startswith(str(getattr(server, name)))

@@ -14,16 +14,20 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
+import aiohttp
 import pytest
 from fuzz_arena import FULL, QUIET, Arena, arena
-from fuzz_ground import FAMILIES, Ground, ground
+from fuzz_ground import FAMILIES, Ground, Served, ground
 from fuzz_odd import FIELDS, KINDS, NAMES, TEXTS
+from fuzz_process import KEY, Serving
 from fuzz_talk import LISTS, PATHS, Talk, understand
 from fuzz_wire import Shot
 from fuzz_witness import numbers_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tollway.router.fake import FakeEngine
+from tollway.session_server.client import SessionClient
 from tollway.session_server.fake import FakeServer
 
 __all__ = ["arena"]
@@ -64,6 +68,32 @@ async def test_generated_requests_leave_sessions_whole(tmp_path: Path, family: s
         place.server = again
         assert sum([await place.prove(camp) for camp in place.camps]) == turns, "the same after a restart"
     _report(f"{family}: {place.requests} requests, {turns} turns proved, {took:.0f} s", place)
+
+
+@pytest.mark.parametrize("requests", [600, pytest.param(10_000, marks=FULL)])
+async def test_generated_requests_pass_between_workers(tmp_path: Path, requests: int) -> None:
+    """All of it comes in on the address that the workers share, so half of it has to be passed on."""
+    async with FakeEngine(keep_requests=False) as engine, aiohttp.ClientSession() as http:
+        serving = Serving(tmp_path, engine, workers=2)
+        await serving.start()
+        place = Ground(Served(serving.url, SessionClient(serving.url, KEY, http=http), http), engine, "compact")
+
+        async def one(rng: Random) -> None:
+            while place.requests < requests:
+                own = await place.camp()
+                until = min(requests, place.requests + SESSION)
+                while place.requests < until:
+                    await place.step(Random(rng.random()), own)
+
+        async with asyncio.TaskGroup() as group:
+            for at in range(CLIENTS):
+                group.create_task(one(Random(f"workers-{at}")))
+        turns = sum([await place.prove(camp) for camp in place.camps])
+        assert turns > 0.3 * place.requests
+        place.client.close()
+        await serving.stop()
+        assert "Traceback" not in serving.log
+    _report(f"2 workers: {place.requests} requests, {turns} turns proved", place)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -347,7 +347,9 @@ async def test_a_thousand_episodes_that_end_in_an_exception_leave_nothing_behind
         before = held_objects()
         await episodes(1000)
         after = held_objects()
-        assert after["Session"] == after["Node"] == after["Call"] == after["Card"] == after["Pin"] == 0
+        # What other tests of this process still hold is there before, too.
+        for name in ("Session", "Node", "Call", "Card", "Pin"):
+            assert after[name] <= before[name], name
         assert {name: (before[name], count) for name, count in after.items() if count > before[name] + 40} == {}
         assert server.gateway.store.summary() == {"open_sessions": 0, "loaded_sessions": 0, "closed_in_memory": 0}
         assert server.gateway.router.ledger.sessions == {}

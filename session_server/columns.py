@@ -97,7 +97,7 @@ def _columns(rows: Sequence[Trajectory]) -> tuple[dict[str, NDArray[np.generic]]
     )
     for name, offsets, parts in choices:
         if known := [each.ids for each in parts if each is not None]:
-            tensors[name] = np.concatenate(known)  # as wide as the widest
+            tensors[name] = known[0] if len(known) == 1 else np.concatenate(known)  # as wide as the widest
             tensors[offsets] = _offsets([0 if each is None else each.ids.shape[0] for each in parts])
     tops = [row.top_logprobs for row in rows]
     if any(each is not None for each in tops):

@@ -55,7 +55,7 @@ class MessagesDialect(Dialect):
         system = system_text(raw.get("system"))
         book = _tools(raw.get("tools"))
         choice, parallel = _tool_choice(raw.get("tool_choice"), book)
-        options, omit = _thinking(mapping(raw, "thinking"))
+        options, omit = _thinking(raw)
         output = mapping(raw, "output_config")
         string(output, "effort")  # a hint that changes nothing, but not of any form
         form = output.get("format")
@@ -113,7 +113,9 @@ def count_reply(tokens: int) -> bytes:
 
 def _check_edits(management: Json) -> None:
     """Keeping all thinking is what happens here anyway; every other edit would change the conversation."""
-    edits = management.get("edits") or []
+    edits = management.get("edits")
+    if edits is None:
+        edits = []
     if not isinstance(edits, list):
         raise BadRequest("context_management.edits must be a list", param="context_management")
     for edit in edits:
@@ -127,10 +129,11 @@ def _check_edits(management: Json) -> None:
             )
 
 
-def _thinking(raw: Json) -> tuple[RenderOptions, bool]:
+def _thinking(body: Json) -> tuple[RenderOptions, bool]:
     """(template switches, whether the text of thinking is to stay out of sight)"""
+    raw = mapping(body, "thinking")
     kind = raw.get("type")
-    if raw and kind not in ("enabled", "disabled", "adaptive", "between_tools"):
+    if body.get("thinking") is not None and kind not in ("enabled", "disabled", "adaptive", "between_tools"):
         raise BadRequest(f"thinking.type is {str(kind)[:40]!r}; use enabled, disabled or adaptive", param="thinking")
     switch = {"enabled": True, "disabled": False}.get(kind) if isinstance(kind, str) else None
     return RenderOptions(thinking=switch), string(raw, "display") == "omitted"

@@ -12,7 +12,7 @@ from typing import cast
 from tollway.errors import BadRequest
 from tollway.messages import Message, Role, ToolCall
 from tollway.session_server.dialects.base import Json
-from tollway.session_server.dialects.fields import json_text, text_of
+from tollway.session_server.dialects.fields import json_text, string, text_of
 from tollway.session_server.dialects.sealed import unseal
 from tollway.session_server.dialects.tools import custom_arguments, kernel_name
 
@@ -103,7 +103,7 @@ def _thought(raw: Json, where: str) -> str:
     Another provider's encrypted reasoning cannot be read by anybody but it; without clear text the message
     has no reasoning, which harnesses that drop it send as well.
     """
-    sealed = unseal(raw.get("encrypted_content"))
+    sealed = unseal(string(raw, "encrypted_content"))
     if sealed is not None:
         return sealed
     text = text_of(raw.get("content"), f"{where}.content", _THOUGHT)

@@ -110,8 +110,10 @@ class Ground:
             keyed = any(name == b"idempotency-key" for name, _ in one.headers)
             assert len({said.reply_id for said in heard}) == (1 if keyed else copies), "samples, or one reply"
         if heard and one.clean:
-            self._follow(talk, heard[0])
+            number = self._follow(talk, heard[0])
             talk.hear(rng, heard[0])
+            # Replies that differ in dropped reasoning only are one reply to a harness that drops it.
+            talk.number = number if f"#{number}#" in json.dumps(talk.items[-len(heard[0].items) :]) else ""
         else:
             talk.items[:], talk.calls = before
         if len(talk.items) < 24:
@@ -125,14 +127,14 @@ class Ground:
         tools = tuple(name for name in ("run", "edit", "plan") if rng.random() < 0.6)
         return Talk(dialect, lead=rng.choice(("", "", "be brief")), tools=tools, sort_keys=rng.random() < 0.1)
 
-    def _follow(self, talk: Talk, said: Said) -> None:
-        """An unchanged history goes on from what was sampled, id for id, however the harness writes it."""
+    def _follow(self, talk: Talk, said: Said) -> str:
+        """The reply's number. An unchanged history goes on from what was sampled, id for id, however the harness writes it."""
         numbers = numbers_in(said.first)
         number = numbers.pop() if len(numbers) == 1 else ""
         if talk.number and number:
             self.followed += 1
             self.witness.follow(talk.number, number)
-        talk.number = number
+        return number
 
     def _keyed(self, rng: Random, camp: Camp, one: Shot) -> Shot:
         camp.keys += 1

@@ -116,11 +116,14 @@ async def test_four_identical_requests_at_once_are_four_samples(tmp_path: Path, 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20)
 SCALARS |= st.sampled_from([*TEXTS, *KINDS]) | st.text(st.characters(categories=["Cs"]), min_size=1, max_size=2)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=5), inner),
-    max_leaves=8,
-)
+KEYS = st.sampled_from(NAMES) | st.text(max_size=5)
+
+
+def _within(inner: st.SearchStrategy[object]) -> st.SearchStrategy[object]:
+    return st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner)
+
+
+VALUES = st.recursive(SCALARS, _within, max_leaves=8)
 
 
 @pytest.mark.parametrize("examples", [50, pytest.param(1_500, marks=FULL)])

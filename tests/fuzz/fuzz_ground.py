@@ -128,7 +128,7 @@ class Ground:
         return Talk(dialect, lead=rng.choice(("", "", "be brief")), tools=tools, sort_keys=rng.random() < 0.1)
 
     def _follow(self, talk: Talk, said: Said) -> str:
-        """The reply's number. An unchanged history goes on from what was sampled, id for id, however the harness writes it."""
+        """The reply's number. A history goes on from what was sampled, id for id, however its harness writes it."""
         numbers = numbers_in(said.first)
         number = numbers.pop() if len(numbers) == 1 else ""
         if talk.number and number:

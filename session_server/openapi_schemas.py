@@ -93,13 +93,13 @@ _CHAT: Schemas = {
             "function",
             id=_maybe("string"),
             type={"enum": [None, "function"]},
-            function=_object("name", name=_TEXT, arguments=_any_of(_TEXT, _FREE_OBJECT)),
+            function=_object("name", name=_TEXT, arguments=_any_of(_maybe("string"), _FREE_OBJECT)),
         ),
         _object(
             "type custom",
             id=_maybe("string"),
             type=_is("custom"),
-            custom=_object("name input", name=_TEXT, input=_TEXT),
+            custom=_object("name", name=_TEXT, input=_maybe("string")),
         ),
     ),
     "ChatMessage": _any_of(
@@ -229,6 +229,7 @@ _CHAT: Schemas = {
 # -- Responses --------------------------------------------------------------------------------------
 
 _CALL_OUTPUT = _parts("TextPart", "RefusalPart")
+_THOUGHT = _maybe_of(_TEXT, _list(_object("type text", type=_is("reasoning_text", "summary_text", "text"), text=_TEXT)))
 _RESPONSES: Schemas = {
     "ResponseItem": _any_of(
         _message(
@@ -239,8 +240,8 @@ _RESPONSES: Schemas = {
         _object(
             "type",
             type=_is("reasoning"),
-            summary=_maybe_of(_TEXT, _list(_object("type text", type=_is("summary_text"), text=_TEXT))),
-            content=_maybe_of(_TEXT, _list(_object("type text", type=_is("reasoning_text"), text=_TEXT))),
+            summary=_THOUGHT,
+            content=_THOUGHT,
             encrypted_content=_maybe("string"),
         ),
         _object(
@@ -324,7 +325,7 @@ _RESPONSES: Schemas = {
         parallel_tool_calls=_FLAG,
         reasoning=_maybe(
             "object",
-            properties={"effort": _maybe("string"), "summary": {"enum": [None, "auto", "concise", "detailed"]}},
+            properties={"effort": _maybe("string"), "summary": _maybe("string")},
         ),
         text=_maybe(
             "object",
@@ -408,7 +409,13 @@ _ASKED: Json = {
     "context_management": _maybe(
         "object",
         properties={
-            "edits": _list(_object("type keep", type=_is("clear_thinking_20251015"), keep=_is("all"))),
+            "edits": _list(
+                _object(
+                    "type keep",
+                    type=_is("clear_thinking_20251015"),
+                    keep=_any_of(_is("all"), {"const": {"type": "all"}}),
+                )
+            ),
         },
     ),
     "mcp_servers": _UNSET,

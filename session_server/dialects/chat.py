@@ -328,7 +328,8 @@ def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
         raise BadRequest(f"{where}.tool_calls must be a list", param=where)
     calls = []
     for item in raw:
-        kind = (item.get("type") or "function") if isinstance(item, dict) else None
+        kind = item.get("type") if isinstance(item, dict) else ""
+        kind = "function" if kind is None else kind
         function = item.get(kind) if isinstance(item, dict) and kind in ("function", "custom") else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise BadRequest(f"{where}.tool_calls has an entry that is no function call with a name", param=where)
@@ -338,8 +339,10 @@ def _calls(raw: object, where: str) -> tuple[ToolCall, ...]:
             arguments = function.get("arguments")
         if arguments is None:
             arguments = ""
-        elif not isinstance(arguments, str):
+        elif isinstance(arguments, dict):
             arguments = json_text(arguments, where)
+        elif not isinstance(arguments, str):
+            raise BadRequest(f"{where}.tool_calls: arguments must be JSON text or an object", param=where)
         calls.append(ToolCall(_optional(item, "id", f"{where}.tool_calls") or "", function["name"], arguments))
     return tuple(calls)
 

@@ -69,6 +69,7 @@ class ResponsesDialect(Dialect):
         include = strings(raw, "include", 32)
         reasoning = mapping(raw, "reasoning")
         text = mapping(raw, "text")
+        string(text, "verbosity")  # a hint that changes nothing, but not of any form
         book, shown = _tools(raw.get("tools"))
         instructions = string(raw, "instructions")
         extras = Extras(
@@ -105,7 +106,7 @@ class ResponsesDialect(Dialect):
             stop=strings(raw, "stop", 32),
             logprobs=extras.logprobs,
             top_logprobs=integer(raw, "top_logprobs", 0, 20) or 0,
-            options=render_options(raw, reasoning.get("effort")),
+            options=render_options(raw, string(reasoning, "effort")),
             model=string(raw, "model") or "",
             previous=string(raw, "previous_response_id"),
             store=boolean(raw, "store") is not False,
@@ -215,7 +216,8 @@ def _tool_choice(choice: object, book: ToolBook) -> ToolChoice:
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if isinstance(choice, dict) and kind in ("function", "custom"):
         name = choice.get("name")
-        return named_choice(kernel_name(choice.get("namespace"), name) if isinstance(name, str) else None, book.specs)
+        space = string(choice, "namespace")
+        return named_choice(kernel_name(space, name) if isinstance(name, str) else None, book.specs)
     raise BadRequest(
         f"tool_choice {str(kind)[:40]!r} is not supported here; use auto, none, required or one function",
         param="tool_choice",

@@ -106,15 +106,15 @@ def _thought(raw: Json, where: str) -> str:
     sealed = unseal(string(raw, "encrypted_content"))
     if sealed is not None:
         return sealed
-    text = text_of(raw.get("content"), f"{where}.content", _THOUGHT)
-    return text or text_of(raw.get("summary"), f"{where}.summary", _THOUGHT)
+    text, summary = (text_of(raw.get(name), f"{where}.{name}", _THOUGHT) for name in ("content", "summary"))
+    return text or summary
 
 
 def _call(raw: Json, where: str) -> ToolCall:
     name, call_id = raw.get("name"), raw.get("call_id")
     if not isinstance(name, str) or not name or not isinstance(call_id, str) or not call_id:
         raise BadRequest(f"{where}: a {raw['type']} needs name and call_id", param=where)
-    name = kernel_name(raw.get("namespace"), name)
+    name = kernel_name(string(raw, "namespace"), name)
     if raw["type"] == "custom_tool_call":
         text = raw.get("input")
         if not isinstance(text, str):
@@ -123,8 +123,10 @@ def _call(raw: Json, where: str) -> ToolCall:
     arguments = raw.get("arguments")
     if arguments is None:
         arguments = ""
-    elif not isinstance(arguments, str):
+    elif isinstance(arguments, dict):
         arguments = json_text(arguments, where)
+    elif not isinstance(arguments, str):
+        raise BadRequest(f"{where}.arguments must be JSON text or an object", param=where)
     return ToolCall(call_id, name, arguments)
 
 

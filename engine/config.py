@@ -5,11 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tollway.config import Section
 
-__all__ = ["EngineConfig"]
+__all__ = ["LAUNCH_FIELDS", "EngineConfig", "Option"]
+
+Option = bool | int | float | str | list[str]
+"""Value of an option that is passed through."""
+LAUNCH_FIELDS = {
+    *("kind", "count", "command", "executable", "sglang"),
+    *("ready_timeout_s", "restarts", "restart_window_s", "min_engines"),
+}
+"""How engines are started, which concerns whoever starts them and not the engine itself."""
 
 
 class EngineConfig(Section):
@@ -19,9 +27,25 @@ class EngineConfig(Section):
     0
     """
 
-    kind: Literal["embedded"] = "embedded"
-    """What ``tollway train`` starts: this package's engine, on the CPU. Servers that somebody else runs go behind
-    ``tollway serve --engine URL``."""
+    kind: Literal["embedded", "sglang", "command"] = "embedded"
+    """What ``tollway train`` and ``tollway serve --start-engines`` start: this package's engine, on the CPU; a stock
+    ``sglang serve``; or ``command``. Servers that somebody else runs go behind ``tollway serve --engine URL``."""
+    count: int = Field(default=1, ge=1)
+    """Engines that ``tollway train`` starts."""
+    executable: str = "sglang"
+    """Of kind sglang: its program, by name or path; it belongs in an environment of its own."""
+    sglang: dict[str, Option] = Field(default_factory=dict)
+    """Of kind sglang: options of ``sglang serve`` by their own names, such as ``tp-size = 2``; ``true`` is a bare
+    flag, ``false`` leaves it out. Model, host and port are set by Tollway."""
+    command: list[str] = Field(default_factory=list)
+    """Of kind command: the command line of one engine. ``{model_path}``, ``{host}`` and ``{port}`` are filled in."""
+    ready_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest start of one engine, until it has generated a token."""
+    restarts: int = Field(default=3, ge=0)
+    """How often engines that died are started again within ``restart_window_s``, all engines together."""
+    restart_window_s: float = Field(default=600.0, gt=0)
+    min_engines: int = Field(default=1, ge=1)
+    """Once no restart is left, fewer running engines than this end the run."""
     model_path: Path | None = None
     """Model directory in Hugging Face layout (config.json, *.safetensors, optionally tokenizer.json)."""
     host: str = "127.0.0.1"
@@ -51,3 +75,14 @@ class EngineConfig(Section):
     """Base of the random numbers of requests that bring no ``sampling_seed``."""
     threads: int = Field(default=1, ge=1)
     """Compute threads. More than one is slower for small models, far slower on a loaded machine."""
+
+    @model_validator(mode="after")
+    def _can_be_started(self) -> EngineConfig:
+        if self.kind == "command" and not self.command:
+            raise ValueError('kind "command" wants engine.command, for example ["my-engine", "--port", "{port}"]')
+        taken = {"model-path", "model", "host", "port"} & {name.lstrip("-").replace("_", "-") for name in self.sglang}
+        if taken:
+            raise ValueError(f"engine.sglang may not name {', '.join(sorted(taken))}: Tollway sets them")
+        if self.min_engines > self.count:
+            raise ValueError(f"min_engines {self.min_engines} is more than count {self.count}")
+        return self

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from tollway.engine.config import LAUNCH_FIELDS
 from tollway.engine.generate import generate
 from tollway.engine.http import Call, Handler, Reply
 from tollway.engine.memory import TAGS
@@ -111,6 +112,7 @@ def routes(service: EngineService) -> dict[tuple[str, str], Handler]:
         ("GET", "/metrics"): _metrics,
         ("GET", "/health"): _health,
         ("GET", "/health_generate"): _health_generate,
+        ("GET", "/ready"): _ready,
     }
     for method in ("GET", "POST"):
         table[method, "/flush_cache"] = _flush
@@ -238,6 +240,12 @@ async def _health_generate(service: EngineService, call: Call) -> Reply:
     return Reply(status=200 if await service.probe(timeout_s=20.0) else 503)
 
 
+async def _ready(service: EngineService, call: Call) -> Reply:
+    g = service.generation
+    waits = g.paused or bool(g.released) or service.scheduler.crash is not None
+    return Reply(status=503 if waits else 200)
+
+
 async def _model_info(service: EngineService, call: Call) -> Reply:
     spec = service.generation.decoder.spec
     return Reply.json(
@@ -256,8 +264,9 @@ async def _server_info(service: EngineService, call: Call) -> Reply:
     g, config = service.generation, service.config
     return Reply.json(
         {
-            **config.model_dump(mode="json"),
+            **config.model_dump(mode="json", exclude=LAUNCH_FIELDS),
             "engine": "embedded",
+            "startup_time": service.started_at,
             "dtype": str(g.decoder.dtype).removeprefix("torch."),
             "model_path": str(service.updates.model_path),
             "context_length": service.intake.context_length,

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 Message = MutableMapping[str, object]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-_OPEN_PATHS = ("/health", "/health_generate")
+_OPEN_PATHS = ("/health", "/health_generate", "/ready")
 """Answered without a key: a supervisor must be able to ask whether the process lives."""
 
 

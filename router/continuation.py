@@ -55,6 +55,8 @@ def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateRe
                 versions.append(replace(span, start=at + span.start, end=at + span.end))
         at += int(piece.output_ids.size)
     last = pieces[-1]
+    # A piece that was aborted while it waited had no prefill.
+    first = next((piece for piece in pieces if piece.cached_tokens is not None), pieces[0])
     routes = [piece.routed_experts for piece in pieces if piece.routed_experts is not None]
     chosen = [piece.indexer_topk for piece in pieces if piece.indexer_topk is not None]
     return GenerateReply(
@@ -65,7 +67,16 @@ def merge_replies(call: GenerateCall, pieces: list[GenerateReply]) -> GenerateRe
         matched=last.matched,
         versions=tuple(versions),
         prompt_tokens=call.prompt.size,
-        cached_tokens=pieces[0].cached_tokens,
+        cached_tokens=first.cached_tokens,
+        cached_tiers=first.cached_tiers,
+        retractions=sum(piece.retractions for piece in pieces),
+        reasoning_tokens=sum(piece.reasoning_tokens for piece in pieces),
+        resumed=len(pieces) - 1,
+        resumed_tokens=sum(
+            piece.prompt_tokens - piece.cached_tokens
+            for piece in pieces
+            if piece is not first and piece.cached_tokens is not None
+        ),
         routed_experts=RoutedExperts.joined(routes) if routes else None,
         top_logprobs=_merge_top(pieces),
         sampling_mask=_merge_masks(pieces),

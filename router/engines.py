@@ -1,18 +1,18 @@
 """Client of one engine over SGLang's HTTP surface: generation, aborts, health and weight updates.
 
 Owns the translation of transport failures: a lost connection is ``EngineLost``, the engine's 4xx is
-``EngineRefused`` (context overflow ``ContextLengthExceeded``), its 5xx or garbage is ``UpstreamError``.
+``EngineRefused`` (context overflow ``ContextLengthExceeded``), its 503 ``EngineBusy``, other 5xx and garbage
+``UpstreamError``.
 It never retries and never chooses an engine. aiohttp carries every call; the caller owns the session.
 """
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,8 +22,17 @@ import orjson
 from aiohttp.abc import AbstractStreamWriter
 from aiohttp.http_writer import StreamWriter
 
-from tollway.errors import ContextLengthExceeded, EngineLost, EngineRefused, TollwayError, UpstreamError
+from tollway.errors import (
+    ContextLengthExceeded,
+    EngineBusy,
+    EngineLost,
+    EngineRefused,
+    TollwayError,
+    UpstreamError,
+)
+from tollway.router.aborts import Aborts
 from tollway.router.facts import UNKNOWN, EngineFacts
+from tollway.router.losses import lost_words, nobody_listens
 from tollway.router.replies import blob_names, meta_of, parse_reply
 from tollway.router.streams import Assembly, event_batches, parse_object
 from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Json, call_pieces
@@ -48,6 +57,8 @@ request that meets the closing looks like a lost engine."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _JSON = {"content-type": "application/json"}
+_METRICS_BYTES = 8 << 20
+"""As much of a server's metrics as is read; what comes after that is no metrics page."""
 _SCATTER_BYTES = 65536
 """Bodies below this are joined: copying them costs less than handing their pieces to the kernel."""
 
@@ -85,6 +96,8 @@ class ServerInfo:
     max_total_tokens: int | None
     """KV budget in tokens."""
     page_size: int
+    dp_size: int = 1
+    """Data-parallel ranks behind the one address."""
     raw: Mapping[str, object] = field(default_factory=dict)
 
 
@@ -136,7 +149,7 @@ class EngineClient:
         self.timeouts = timeouts or Timeouts()
         self.facts = facts
         self._http = http
-        self._aborts: set[asyncio.Task[None]] = set()
+        self.aborts = Aborts(self.abort, needless=lambda: http.closed)
         t = self.timeouts
         self._call_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s)
         self._stream_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s, sock_read=t.progress_s)
@@ -145,8 +158,7 @@ class EngineClient:
 
     async def aclose(self) -> None:
         """Wait for aborts that are still on their way. Does not close the shared HTTP session."""
-        if self._aborts:
-            await asyncio.gather(*self._aborts, return_exceptions=True)
+        await self.aborts.aclose()
 
     # -- generation --------------------------------------------------------------------------------
 
@@ -162,7 +174,7 @@ class EngineClient:
             async with self._post_call(call, self._call_timeout) as response:
                 body = await response.read()
                 if response.status != 200:
-                    raise self._refusal(call, response.status, body)
+                    raise self._refused(call, response.status, body)
             reply = parse_reply(call, parse_object(body, blob_names(call)), facts=self.facts)
             done = True
             return reply
@@ -173,7 +185,7 @@ class EngineClient:
             raise
         finally:
             if not done:
-                self._abort_later(call.rid)
+                self.aborts.later(call.rid)
 
     async def stream(self, call: GenerateCall) -> AsyncGenerator[GenerateDelta | GenerateReply]:
         """Yield deltas as tokens arrive; the last item is the checked ``GenerateReply`` of the whole.
@@ -187,14 +199,14 @@ class EngineClient:
         try:
             async with self._post_call(call, self._stream_timeout) as response:
                 if response.status != 200:
-                    raise self._refusal(call, response.status, await response.read())
+                    raise self._refused(call, response.status, await response.read())
                 progressed = time.monotonic()
                 async for events in event_batches(response):
                     for data in assembly.worth_reading(events):
                         event = assembly.read(data)
                         if "error" in event:
                             done = True
-                            raise self._refusal(call, _error_status(event), data)
+                            raise self._refused(call, _error_status(event), data)
                         delta = assembly.add(event)
                         if delta is not None:
                             yield delta
@@ -211,7 +223,7 @@ class EngineClient:
             raise self._lost(error) from error
         finally:
             if not done:
-                self._abort_later(call.rid)
+                self.aborts.later(call.rid)
 
     async def abort(self, rid: str) -> None:
         """End one request on the engine; unknown ids are fine there."""
@@ -231,6 +243,10 @@ class EngineClient:
         """``GET /health_generate``: one real token. Same errors as ``health``."""
         return await self._status("/health_generate") == 200
 
+    async def ready(self) -> bool | None:
+        """``GET /ready``: False while it is paused or unwell; ``None`` when the server does not offer to say."""
+        return {200: True, 503: False}.get(await self._status("/ready"))
+
     async def model_info(self) -> ModelInfo:
         """What is served, and the weight version stamped on it."""
         raw = await self._get("/model_info")
@@ -245,22 +261,23 @@ class EngineClient:
             context_length=_first_int(raw, "context_length", "max_req_input_len"),
             max_total_tokens=_first_int(raw, "max_total_num_tokens", "max_total_tokens"),
             page_size=_first_int(raw, "page_size") or 1,
+            dp_size=_first_int(raw, "dp_size") or 1,
             raw=raw,
         )
 
-    async def metric(self, name: str) -> float | None:
-        """Sum over the labels of one Prometheus series of ``GET /metrics``; ``None`` when it has no such series."""
+    async def metrics(self, *names: str) -> dict[str, list[float]]:
+        """Values of Prometheus series of ``GET /metrics`` over all their labels; empty where it has no such series."""
         try:
             async with self._http.get(self.url + "/metrics", timeout=self._probe_timeout) as response:
-                data = await response.read()
+                data = b""
+                while len(data) < _METRICS_BYTES and (more := await response.content.read(1 << 16)):
+                    data += more
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
         if status != 200:
-            raise self._control_error("/metrics", status, data)
-        pattern = rb"^" + re.escape(name.encode()) + rb"(?:\{[^\n]*\})? ([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*$"
-        found = re.findall(pattern, data, flags=re.MULTILINE)
-        return sum(float(value) for value in found) if found else None
+            raise _control_error(self.url, "/metrics", status, data)
+        return _series(data, names)
 
     # -- weights -----------------------------------------------------------------------------------
 
@@ -320,10 +337,10 @@ class EngineClient:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
         if status != 200:
-            raise self._control_error(path, status, data)
+            raise _control_error(self.url, path, status, data)
         # Some update routes answer 200 with success false.
         if data.startswith(b"{") and parse_object(data).get("success") is False:
-            raise self._control_error(path, 400, data)
+            raise _control_error(self.url, path, 400, data)
 
     async def _get(self, path: str) -> Json:
         try:
@@ -333,7 +350,7 @@ class EngineClient:
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
         if status != 200:
-            raise self._control_error(path, status, data)
+            raise _control_error(self.url, path, status, data)
         return parse_object(data)
 
     async def _status(self, path: str) -> int:
@@ -347,15 +364,25 @@ class EngineClient:
     def _post_call(
         self, call: GenerateCall, timeout: aiohttp.ClientTimeout
     ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        headers = {"content-type": "application/json", "X-SMG-Routing-Key": call.routing_key}
         # A redirect would send the call a second time, or to a stranger.
         return self._http.post(
-            f"{self.url}/generate",
+            f"{self._call_base()}/generate",
             data=_Body(call_pieces(call)),
-            headers=headers,
+            headers=self._call_headers(call.routing_key),
             timeout=timeout,
             allow_redirects=False,
         )
+
+    def _refused(self, call: GenerateCall, status: int, body: bytes) -> TollwayError:
+        """The error for an answer other than 200."""
+        return _refusal(self.url, call, status, body)
+
+    def _call_base(self) -> str:
+        """Where generation calls go."""
+        return self.url
+
+    def _call_headers(self, routing_key: str) -> dict[str, str]:
+        return {"content-type": "application/json", "X-SMG-Routing-Key": routing_key}
 
     def _check(self, call: GenerateCall) -> None:
         """Refuse what this engine's replies could not be checked for."""
@@ -371,37 +398,32 @@ class EngineClient:
                 )
 
     def _lost(self, error: BaseException) -> EngineLost:
-        return EngineLost(
-            f"engine {self.url}: {type(error).__name__}: {error}".rstrip(": "),
-            refused=isinstance(error, (aiohttp.ClientConnectorError, ConnectionRefusedError)),
-            timed_out=isinstance(error, TimeoutError),
-        )
+        words, timed_out = f"engine {self.url}: {lost_words(error)}", isinstance(error, TimeoutError)
+        return EngineLost(words, refused=nobody_listens(error), timed_out=timed_out)
 
-    def _refusal(self, call: GenerateCall, status: int, body: bytes) -> TollwayError:
-        text = _error_text(body)
-        if 400 <= status < 500:
-            if "longer than the model's context length" in text or "context length" in text.lower():
-                return ContextLengthExceeded(call.prompt.size, _limit_in(text))
-            return EngineRefused(f"engine {self.url} refused: {text}", upstream_status=status)
-        return UpstreamError(f"engine {self.url} answered {status}: {text}")
 
-    def _control_error(self, path: str, status: int, body: bytes) -> TollwayError:
-        text = f"engine {self.url} answered {status} to {path}: {_error_text(body)}"
-        return EngineRefused(text, upstream_status=status) if 400 <= status < 500 else UpstreamError(text)
+def _refusal(url: str, call: GenerateCall, status: int, body: bytes) -> TollwayError:
+    text = _error_text(body)
+    if 400 <= status < 500:
+        if "longer than the model's context length" in text or "context length" in text.lower():
+            return ContextLengthExceeded(call.prompt.size, _limit_in(text))
+        return EngineRefused(f"engine {url} refused: {text}", upstream_status=status)
+    kind = EngineBusy if status == 503 else UpstreamError
+    return kind(f"engine {url} answered {status}: {text}")
 
-    def _abort_later(self, rid: str) -> None:
-        """Tell the engine without holding up the caller, who may be cancelled; ``aclose`` awaits it."""
-        task = asyncio.get_running_loop().create_task(self._abort_quietly(rid))
-        self._aborts.add(task)
-        task.add_done_callback(self._aborts.discard)
 
-    async def _abort_quietly(self, rid: str) -> None:
-        if self._http.closed:
-            return  # the engine was lost or removed, and the end of its connections ends its requests
-        try:
-            await self.abort(rid)
-        except TollwayError as error:
-            logger.info("abort of %s not delivered: %s", rid, error)
+def _control_error(url: str, path: str, status: int, body: bytes) -> TollwayError:
+    text = f"engine {url} answered {status} to {path}: {_error_text(body)}"
+    return EngineRefused(text, upstream_status=status) if 400 <= status < 500 else UpstreamError(text)
+
+
+def _series(data: bytes, names: Sequence[str]) -> dict[str, list[float]]:
+    """Values of Prometheus series over all their labels."""
+    value = rb"(?:\{[^\n]*\})? ([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*$"
+    return {
+        name: [float(found) for found in re.findall(rb"^" + re.escape(name.encode()) + value, data, re.MULTILINE)]
+        for name in names
+    }
 
 
 def _error_status(chunk: Json) -> int:

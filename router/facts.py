@@ -1,22 +1,38 @@
 """What an engine is: program, number format of its weights, shapes of what it records beside the tokens.
 
 Read once when an engine joins, from its ``/model_info`` and ``/server_info`` and from the model directory
-when that is ours to read. Pure but for ``directory_config``. Depends on orjson only.
+when that is ours to read. Pure but for ``directory_config``. Depends on orjson and ``errors``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
 
-__all__ = ["UNKNOWN", "EngineFacts", "directory_config", "read_facts"]
+from tollway.errors import UpstreamError
+
+__all__ = [
+    "UNKNOWN",
+    "EngineFacts",
+    "check_release",
+    "directory_config",
+    "is_unique",
+    "read_facts",
+    "session_open",
+    "start_of",
+]
 
 Json = Mapping[str, object]
 
 _SAME_TYPE = {"half": "float16", "float": "float32"}
+_SPANS_SINCE, _SESSIONS_SINCE = (0, 5, 19), (0, 5, 18)
+"""First SGLang releases that report weight versions per token, and that load weights in sessions."""
+_PAIR_KEYS = frozenset({"EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP"})
+"""Speculative algorithms under which SGLang keys its prefix cache by pairs of ids."""
 _C4 = 4
 """Compression ratio of the DeepSeek-V4 layers that have an indexer."""
 
@@ -35,6 +51,10 @@ class EngineFacts:
     """(layers, experts per token) of a mixture-of-experts model."""
     indexer_shape: tuple[int, int] | None = None
     """(layers, top_k) of a model with a sparse-attention indexer."""
+    bigram_keys: bool = False
+    """Its prefix cache is keyed by pairs of ids (EAGLE): it finds one position less."""
+    strips_thinking: bool = False
+    """It keeps no output of calls that reasoned in its prefix cache."""
     cumulative_streams: bool = False
     """Every event of a stream repeats the whole reply so far: a long reply costs its length squared."""
 
@@ -55,7 +75,55 @@ def read_facts(model: Json, server: Json, config: Json) -> EngineFacts:
         precision=_precision(kind, server, config),
         route_shape=_route_shape(model) or _route_shape(server) or _route_shape(config),
         indexer_shape=_indexer_shape(model) or _indexer_shape(server) or _indexer_shape(config),
+        bigram_keys=str(server.get("speculative_algorithm") or "").upper() in _PAIR_KEYS,
+        strips_thinking=server.get("strip_thinking_cache") is True,
         cumulative_streams=server.get("incremental_streaming_output") is False,
+    )
+
+
+def check_release(url: str, server: Json) -> None:
+    """Refuse a server that cannot do what every turn and every refit needs.
+
+    Raises ``UpstreamError`` with its release and the one that is needed. Other programs than SGLang, and builds
+    without a release number, are believed until a reply proves them wrong.
+    """
+    version = server.get("version")
+    if isinstance(server.get("engine"), str) or not isinstance(version, str):
+        return
+    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    if match is None or (release := (int(match[1]), int(match[2]), int(match[3]))) == (0, 0, 0):
+        return
+    lacks = [
+        what
+        for since, what in (
+            (_SESSIONS_SINCE, "weight-update sessions (begin_weight_update)"),
+            (_SPANS_SINCE, "weight versions per token (weight_versions)"),
+        )
+        if release < since
+    ]
+    if lacks:
+        raise UpstreamError(
+            f"engine {url} runs SGLang {version[:40]}, which has no {' and no '.join(lacks)}; "
+            f"install SGLang {'.'.join(map(str, _SPANS_SINCE))} or later there"
+        )
+
+
+def start_of(server: Json) -> str:
+    """What tells one start of the program from the next; empty when ``/server_info`` does not say."""
+    said = [server.get("startup_time"), server.get("random_seed")]
+    return "" if said == [None, None] else orjson.dumps(said, option=orjson.OPT_SORT_KEYS).decode()[:2000]
+
+
+def is_unique(start: str) -> bool:
+    """Whether no two processes can say this start: a seed alone may have been given to many."""
+    return not start.startswith("[null")
+
+
+def session_open(server: Json) -> bool:
+    """Whether the engine says that a weight-update session is open: its weights may be half-loaded."""
+    states = server.get("internal_states")
+    return isinstance(states, list) and any(
+        isinstance(state, Mapping) and state.get("weight_update_session") is True for state in states
     )
 
 

@@ -142,8 +142,16 @@ class FakeEngine:
         self.model_info_calls = 0
         """How often somebody asked for the version that it serves."""
         self.metrics_text = ""
+        self.ready_status = 200
+        """Of ``/ready``: 503 while paused; anything else but 200 says nothing."""
+        self.said: dict[str, object] = {}
+        """What ``/server_info`` says, over what it says by itself."""
         self.control_status: dict[str, int] = {}
         """Path -> status that a control call answers."""
+        self.dp_size = 1
+        """Data-parallel ranks that it says it has."""
+        self.kv_tokens: int | None = None
+        """KV room that it says it has; ``None``: it does not say."""
         self.in_flight = 0
         self._cache: list[tuple[FakeRequest, list[int]] | np.ndarray] = []
         """Sequences seen; those that nobody looked for a prefix in are not parsed yet."""
@@ -175,6 +183,7 @@ class FakeEngine:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/metrics", self._metrics)
@@ -221,13 +230,13 @@ class FakeEngine:
     async def _answer(
         self, http: web.Request, request: FakeRequest, reply: FakeReply, running: _Running
     ) -> web.StreamResponse:
+        if (words := _refusal(request)) is not None:
+            return _json({"error": {"message": words}}, 400)
         streaming = bool(request.body.get("stream"))
         if not streaming or reply.status != 200:
             await _pause(reply.delay_s, running)
         if reply.status != 200:
             return _json({"error": {"message": reply.error}}, reply.status)
-        if (words := _refusal(request)) is not None:
-            return _json({"error": {"message": words}}, 400)
         if reply.raw is not None:
             kind = "text/event-stream" if streaming else "application/json"
             return web.Response(body=reply.raw, content_type=kind)
@@ -295,7 +304,7 @@ class FakeEngine:
         if request.body.get("return_routed_experts") and done:
             meta["routed_experts"] = base64.b64encode(self._routes(request, reply)).decode()
         if request.body.get("return_indexer_topk") and done:
-            meta["indexer_topk"] = base64.b64encode(self._indexer(request, reply)).decode()
+            meta["indexer_topk"] = base64.b64encode(_indexer(request, reply, self.indexer_shape or (2, 4))).decode()
         value: dict[str, object] = {"text": "", "output_ids": ids, "meta_info": meta}
         if done and reply.edit is not None:
             reply.edit(value)
@@ -310,15 +319,6 @@ class FakeEngine:
         at = np.arange(start, start + sequence.size)
         base = (sequence * 7 + at * 13)[:, None, None] + np.arange(layers)[:, None] * 3 + np.arange(top_k)
         return (base % 8).astype("<i4").tobytes()
-
-    def _indexer(self, request: FakeRequest, reply: FakeReply) -> bytes:
-        if reply.indexer is not None:
-            return reply.indexer
-        layers, top_k = self.indexer_shape or (2, 4)
-        at = np.arange(request.prompt_tokens + max(len(reply.ids), 1) - 1)[:, None, None]
-        chosen = at - np.arange(layers)[:, None] - np.arange(top_k)
-        rows: np.ndarray = np.maximum(chosen, -1)
-        return rows.astype("<i4").tobytes()
 
     def _cached(self, request: FakeRequest) -> int:
         best, prompt = 0, np.array(request.input_ids, np.int64)
@@ -372,6 +372,9 @@ class FakeEngine:
             self._health_now -= 1
         return web.Response(status=self.health_status)
 
+    async def _ready(self, http: web.Request) -> web.Response:
+        return web.Response(status=self.ready_status)
+
     async def _model_info(self, http: web.Request) -> web.Response:
         self.model_info_calls += 1
         info: dict[str, object] = {"model_path": "fake", "weight_version": self.version}
@@ -389,6 +392,9 @@ class FakeEngine:
                 "dtype": self.precision,
                 "context_length": self.context_length,
                 "page_size": self.page_size,
+                "dp_size": self.dp_size,
+                **({} if self.kv_tokens is None else {"max_total_num_tokens": self.kv_tokens}),
+                **self.said,
             }
         )
 
@@ -396,11 +402,37 @@ class FakeEngine:
         return web.Response(text=self.metrics_text)
 
 
+_TYPES = {
+    "return_logprob": bool,
+    "top_logprobs_num": int,
+    "return_flat_raw_output_top_logprobs": bool,
+    "return_routed_experts": bool,
+    "routed_experts_start_len": int,
+}
+"""Fields whose types are checked, as SGLang does."""
+
+
 def _refusal(request: FakeRequest) -> str | None:
-    top_k = cast("dict[str, int]", request.body["sampling_params"]).get("top_k", -1)
+    params = cast("dict[str, int]", request.body["sampling_params"])
+    for name, kind in _TYPES.items():
+        if name in request.body and not isinstance(request.body[name], kind):
+            return f"{name}: want {kind.__name__}"
+    if params.get("temperature", 1) < 0:
+        return f"temperature must be non-negative, got {params['temperature']}"
+    top_k = params.get("top_k", -1)
     if request.body.get("return_sampling_mask") and not 1 <= top_k <= _MOST_MASKED:
         return f"return_sampling_mask requires 1 <= top_k <= {_MOST_MASKED}; got top_k={top_k}."
     return None
+
+
+def _indexer(request: FakeRequest, reply: FakeReply, shape: tuple[int, int]) -> bytes:
+    if reply.indexer is not None:
+        return reply.indexer
+    layers, top_k = shape
+    at = np.arange(request.prompt_tokens + max(len(reply.ids), 1) - 1)[:, None, None]
+    chosen = at - np.arange(layers)[:, None] - np.arange(top_k)
+    rows: np.ndarray = np.maximum(chosen, -1)
+    return rows.astype("<i4").tobytes()
 
 
 def _finish(reply: FakeReply) -> dict[str, object]:

@@ -1,124 +1,72 @@
-"""The engines of a router: joining, probing, losing and taking them back.
+"""The engines of a router: adding, draining, losing and taking them back, and what all of them are up to.
 
-Owns one HTTP session per engine, so that losing an engine ends every call on it at once, and one probe
-task per engine, which never has more than one probe outstanding. Chooses nothing and generates nothing.
-Depends on ``engines`` and ``health``.
+Owns one HTTP session per engine, so that losing an engine ends every call on it at once, and the policy's version
+as trainers told it: an engine that joins with older weights waits for them. Chooses nothing and generates
+nothing. Depends on ``engines``, ``member``, ``watch``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from ipaddress import ip_address
-from urllib.parse import urlsplit
+from collections.abc import Callable
+from typing import Literal
 
 import aiohttp
 
-from tollway.errors import BadRequest, EngineRefused, InvalidRecord, NoEngine, NotFound, TollwayError, UpstreamError
-from tollway.records import PolicyVersion, parse_version
+from tollway.errors import Conflict, EngineBusy, EngineLost, NoEngine, NotFound, TollwayError, UpstreamError
+from tollway.records import PolicyVersion
 from tollway.router import metrics
+from tollway.router.addresses import check_url
 from tollway.router.config import RouterConfig
 from tollway.router.engines import KEEP_ALIVE_S, EngineClient, Timeouts
-from tollway.router.facts import directory_config, read_facts
+from tollway.router.facts import is_unique
 from tollway.router.health import EngineHealth, EngineState
+from tollway.router.member import Engine, Membership
+from tollway.router.policy import PolicyWeights
+from tollway.router.watch import Watch
 
-__all__ = ["Engine", "Fleet", "check_url"]
+__all__ = ["Engine", "Fleet", "Membership", "RefitPhase", "check_url"]
 
 logger = logging.getLogger(__name__)
-_JOIN_RETRY_S = 0.1
-_EVICTION_EVERY = 5
-"""Probes between two readings of the engine's eviction counter."""
 
-
-@dataclass(slots=True)
-class Engine:
-    """One engine and what is known of it."""
-
-    id: str
-    url: str
-    client: EngineClient
-    http: aiohttp.ClientSession
-    health: EngineHealth
-    version: PolicyVersion | None = None
-    model_path: str = ""
-    context_length: int | None = None
-    page_size: int = 1
-    max_total_tokens: int | None = None
-    flush_epoch: int = 0
-    flushed: bool = False
-    """It was flushed and has no new version since."""
-    flushed_versions: deque[PolicyVersion] = field(default_factory=lambda: deque(maxlen=4096))
-    """Versions whose refit dropped the prefix cache, oldest first."""
-    evicted: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=512))
-    """(monotonic seconds, evicted tokens so far), oldest first."""
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to probe now."""
-    probes: int = 0
-    drained: bool = False
-    """It takes no new sessions, also when it comes back."""
-
-    @property
-    def name(self) -> str:
-        """URL and incarnation: what records call this engine."""
-        return f"{self.url}#{self.health.incarnation}"
-
-    def flushed_since(self, version: PolicyVersion, upto: PolicyVersion) -> bool:
-        """Whether a refit to a version in (``version``, ``upto``] dropped the cache."""
-        return any(version < flushed <= upto for flushed in self.flushed_versions)
-
-    def refitted(self, version: PolicyVersion | None, *, flushed: bool) -> None:
-        """Note a flush, a new version, or both; a flush belongs to the version that comes with or after it."""
-        if flushed:
-            self.flush_epoch += 1
-            self.flushed = True
-        if version is not None:
-            self.version = version
-            if self.flushed:
-                self.flushed_versions.append(version)
-            self.flushed = False
-
-    def describe(self) -> dict[str, object]:
-        """JSON form for ``GET /engines``."""
-        return {
-            "id": self.id,
-            "url": self.url,
-            "incarnation": self.health.incarnation,
-            "state": str(self.health.state),
-            "version": self.version,
-            "flush_epoch": self.flush_epoch,
-            "model_path": self.model_path,
-            "kind": self.client.facts.kind,
-            "release": self.client.facts.release,
-            "precision": self.client.facts.precision,
-            "context_length": self.context_length,
-            "page_size": self.page_size,
-            "kv_budget_tokens": self.max_total_tokens,
-            "failures": self.health.failures,
-            "last_error": self.health.last_error,
-        }
+RefitPhase = Literal["paused", "resumed", "failed"]
+"""What a trainer does to an engine: it stopped generation, lets it go on, or left its weights half-loaded."""
 
 
 class Fleet:
     """All engines by id."""
 
-    def __init__(self, config: RouterConfig, *, on_change: Callable[[Engine], None]) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        on_change: Callable[[Engine], None],
+        client: Callable[..., EngineClient] = EngineClient,
+    ) -> None:
         self.engines: dict[str, Engine] = {}
-        self._config = config
-        self._on_change = on_change
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._closing: set[asyncio.Task[None]] = set()
-        self._changed = asyncio.Event()
+        self.policy = PolicyWeights()
         self.next_number = 0
         """Of the id that the next new engine gets."""
+        self._config = config
+        self._on_change = on_change
+        self._client = client
+        self._watch = Watch(
+            config, lost=self._lose, changed=self.changed, joining=self._check_twin, joined=self._joined
+        )
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        """Ends of the pauses of engines that had no room."""
+        self._closing: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._down_since: dict[str, float] = {"": time.monotonic()}
+        """Monotonic seconds since when no engine of a model is ready."""
 
     async def aclose(self) -> None:
         """Stop probing, wait for aborts on their way, close every connection."""
+        for timer in self._timers.values():
+            timer.cancel()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -126,23 +74,39 @@ class Fleet:
         await asyncio.gather(*(engine.http.close() for engine in self.engines.values()))
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    def add(self, url: str, *, engine_id: str = "") -> Engine:
-        """Start watching the engine at ``url``; a known URL returns the known engine. ``BadRequest`` on a bad URL.
+    # -- members -----------------------------------------------------------------------------------
 
-        ``engine_id`` is the id that it has elsewhere; by default it gets the next one.
+    def add(self, url: str, *, engine_id: str = "", membership: Membership | None = None) -> Engine:
+        """Start watching the engine at ``url``; a known URL returns the known engine with what is new of it.
+
+        ``engine_id`` is the id that it has elsewhere; by default it gets the next one. Raises ``BadRequest`` on a
+        bad URL and ``Conflict`` when the engine is known with another model.
         """
         url = check_url(url, self._config.engine_hosts)
         for engine in self.engines.values():
             if engine.url == url:
-                engine.wake.set()
+                self._add_again(engine, membership)
                 return engine
-        http, client = self._connect(url)
+        http, client = _connect(url, self._config, self._client)
         health = EngineHealth(self._config.probe_failures, self._config.busy_window_s)
-        engine = Engine(engine_id or f"e{self.next_number}", url, client, http, health)
+        name = engine_id or f"e{self.next_number}"
+        engine = Engine(name, url, client, http, health, membership or Membership())
         self.next_number += 0 if engine_id else 1
         self.engines[engine.id] = engine
-        self._tasks[engine.id] = asyncio.get_running_loop().create_task(self._watch(engine), name=f"probe {engine.id}")
+        self._note_down(engine.model)
+        self._tasks[name] = asyncio.get_running_loop().create_task(self._watch.follow(engine), name=f"probe {name}")
         return engine
+
+    def _add_again(self, engine: Engine, membership: Membership | None) -> None:
+        if membership is not None and membership != engine.membership:
+            if membership.model != engine.model:
+                raise Conflict(
+                    f"engine {engine.id} at {engine.url} serves model {engine.model or 'policy'!r}, not "
+                    f"{membership.model or 'policy'!r}; remove it first"
+                )
+            engine.membership = membership
+            self.changed(engine)
+        engine.wake.set()
 
     async def remove(self, engine_id: str) -> None:
         """Forget an engine; its running calls end with ``EngineLost``."""
@@ -150,16 +114,22 @@ class Fleet:
         task = self._tasks.pop(engine_id)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+        if (timer := self._timers.pop(engine_id, None)) is not None:
+            timer.cancel()
         engine.health.exited("removed")
-        del self.engines[engine_id]
+        self.engines.pop(engine_id, None)
         self.changed(engine)
         await engine.client.aclose()
         await engine.http.close()
 
     def drain(self, engine: Engine) -> None:
         """No new session goes to the engine; its own go on."""
-        engine.drained = True
         engine.health.drain()
+        self.changed(engine)
+
+    def undrain(self, engine: Engine) -> None:
+        """The engine takes new sessions again, as soon as it can."""
+        engine.health.undrain()
         self.changed(engine)
 
     def get(self, engine_id: str) -> Engine:
@@ -170,98 +140,146 @@ class Fleet:
             known = ", ".join(sorted(self.engines)) or "none"
             raise NotFound(f"no engine {engine_id!r}; known engines: {known}") from None
 
-    def serving(self) -> list[str]:
-        """Ids of engines that take new sessions."""
-        return [each.id for each in self.engines.values() if each.health.state is EngineState.SERVING]
+    # -- weights -----------------------------------------------------------------------------------
 
-    async def wait_serving(self, timeout_s: float, count: int = 1) -> None:
+    def note_refit(
+        self,
+        engine_id: str,
+        version: PolicyVersion | None,
+        *,
+        flushed: bool,
+        phase: RefitPhase | None = None,
+        reason: str = "",
+    ) -> Engine:
+        """A trainer paused, flushed or reloaded an engine, lets it go on, or failed half-way for ``reason``.
+
+        ``version`` is what all its weights are now; ``None`` while they are what they were. Raises ``NotFound``.
+        """
+        engine = self.get(engine_id)
+        health = engine.health
+        if phase == "paused":
+            health.pause("a trainer paused it for new weights", time.monotonic(), told=True)
+        engine.refitted(version, flushed=flushed)
+        if version is not None:
+            self.policy.reloaded(engine, version)
+            health.reloaded()
+            if health.state is EngineState.SYNCED:
+                health.serve()
+        if phase == "resumed":
+            health.resume()
+        if phase == "failed":
+            health.quarantine(f"a refit failed half-way: {reason or 'no reason was given'}")
+            logger.error("engine %s is quarantined: %s", engine.name, health.quarantine_reason)
+        self.changed(engine)
+        return engine
+
+    # -- states ------------------------------------------------------------------------------------
+
+    def serving(self, model: str = "") -> list[str]:
+        """Ids of engines of ``model`` that take new sessions."""
+        return [
+            each.id
+            for each in self.engines.values()
+            if each.model == model and each.health.state is EngineState.SERVING
+        ]
+
+    def soon(self, model: str = "") -> bool:
+        """Whether an engine of ``model`` takes no session now and will by itself: paused, or without room."""
+        now = time.monotonic()
+        return any(
+            each.model == model
+            and (
+                (each.health.state is EngineState.PAUSED and not each.drained)
+                or (each.health.state is EngineState.SERVING and not each.admits(now))
+            )
+            for each in self.engines.values()
+        )
+
+    async def wait_serving(self, timeout_s: float, count: int = 1, model: str = "") -> None:
         """Wait until ``count`` engines take traffic. Raises ``NoEngine`` with every engine's last words."""
         try:
             async with asyncio.timeout(timeout_s):
-                while len(self.serving()) < count:
+                while len(self.serving(model)) < count:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            raise self.none_left() from None
+            raise self.none_left(model) from None
 
-    def none_left(self) -> NoEngine:
+    def none_left(self, model: str = "") -> NoEngine:
         """The error for a call that no engine can take."""
-        states = [(each.url, each.health.state, each.health.last_error) for each in self.engines.values()]
-        words = [f"{url} is {state}" + (f": {error}" if error else "") for url, state, error in states]
-        return NoEngine(f"no engine can take the call ({'; '.join(words) or 'none is registered'})")
+        words = "; ".join(self.words(model)) or "none is registered"
+        return NoEngine(f"no engine can take the call ({words})")
+
+    def report(self, model: str | None = None) -> list[dict[str, object]]:
+        """What every engine is and why, for whoever asks whether turns can be served; of one model or of all."""
+        return [
+            {
+                "id": each.id,
+                "url": each.url,
+                "model": each.model,
+                "state": str(each.health.state),
+                "version": each.version,
+                "reason": each.health.reason,
+            }
+            for each in self.engines.values()
+            if model is None or each.model == model
+        ]
+
+    def words(self, model: str | None = None) -> list[str]:
+        """``report`` in words, a line for each engine."""
+        return [
+            f"{row['url']} is {row['state']}" + (f": {row['reason']}" if row["reason"] else "")
+            for row in self.report(model)
+        ]
+
+    def down_s(self, model: str = "") -> float:
+        """How long no engine of ``model`` has been ready: serving, or paused by a trainer. 0 while one is."""
+        since = self._down_since.get(model)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def rollout_down(self, model: str = "") -> str:
+        """Why a run that needs ``model`` has to end: no engine was ready for too long. Empty while it need not."""
+        limit = self._config.rollout_down_timeout_s
+        if (down_s := self.down_s(model)) < limit:
+            return ""
+        words = "; ".join(self.words(model)) or "none is registered"
+        return f"no engine was ready for {down_s:.0f} s (router.rollout_down_timeout_s {limit:g}): {words}"
 
     def failed(self, engine: Engine, error: TollwayError) -> None:
-        """A call or probe failed: count it, and probe at once so that death is known soon."""
-        if engine.health.failed(error, time.monotonic()):
+        """A call failed. A lost connection counts and is looked into at once; "no room" stops admission for a while."""
+        if isinstance(error, EngineBusy):
+            self._rest(engine)
+            return
+        waits = engine.health.pause_reason and isinstance(error, EngineLost) and error.timed_out
+        if isinstance(error, EngineLost) and not waits and engine.health.failed(error, time.monotonic()):
             self._lose(engine)
-        else:
-            engine.wake.set()
+            return
+        engine.doubted = True
+        engine.wake.set()
 
     def changed(self, engine: Engine) -> None:
         """Publish a change of state."""
-        metrics.ENGINES_SERVING.set(len(self.serving()))
+        metrics.ENGINES_SERVING.set(sum(e.health.state is EngineState.SERVING for e in self.engines.values()))
+        self._note_down(engine.model)
         self._on_change(engine)
         self._changed.set()
 
-    # -- watching ----------------------------------------------------------------------------------
+    async def read_evictions(self, engine: Engine) -> None:
+        """Note the engine's eviction counter and usage; engines without metrics have neither. Raises when it fails."""
+        await self._watch.read_evictions(engine)
 
-    async def _watch(self, engine: Engine) -> None:
-        while True:
-            engine.wake.clear()
-            await self._probe(engine)
-            joining = engine.health.state is EngineState.JOINING
-            try:
-                async with asyncio.timeout(_JOIN_RETRY_S if joining else self._config.probe_interval_s):
-                    await engine.wake.wait()
-                # Many calls may fail at once; one extra probe answers for all of them.
-                await asyncio.sleep(0.01)
-            except TimeoutError:
-                pass
+    # -- pieces ------------------------------------------------------------------------------------
 
-    async def _probe(self, engine: Engine) -> None:
-        try:
-            if engine.health.state in (EngineState.JOINING, EngineState.LOST):
-                await self._join(engine)
-            elif await engine.client.health():
-                engine.health.probe_passed()
-                engine.probes += 1
-                if engine.probes % _EVICTION_EVERY == 0:
-                    await self.read_evictions(engine)
-            else:
-                raise UpstreamError(f"engine {engine.url} answers its health check with an error")
-        except TollwayError as error:
-            if engine.health.failed(error, time.monotonic()):
-                self._lose(engine)
-            elif engine.health.state is EngineState.JOINING:
-                if engine.health.last_error != str(error):  # said once, not at every try
-                    logger.warning("engine %s cannot join yet: %s", engine.url, error)
-                engine.health.last_error = str(error)
-
-    async def _join(self, engine: Engine) -> None:
-        info = await engine.client.model_info()
-        try:
-            version = parse_version(info.weight_version)
-        except InvalidRecord as error:
-            raise UpstreamError(f"engine {engine.url} cannot join: {error}") from error
-        said: Mapping[str, object] = {}
-        try:
-            server = await engine.client.server_info()
-            said = server.raw
-            engine.context_length, engine.page_size = server.context_length, server.page_size
-            reported = server.max_total_tokens
-            share = int(reported * self._config.kv_share) if reported is not None else None
-            engine.max_total_tokens = self._config.kv_budget_tokens or share
-        except EngineRefused:
-            engine.max_total_tokens = self._config.kv_budget_tokens
-        engine.version, engine.model_path = version, info.model_path
-        engine.client.facts = read_facts(info.raw, said, directory_config(info.model_path))
-        await self.read_evictions(engine)
-        # From here on nothing is awaited: whoever sees it serve finds it in the table.
-        engine.health.confirmed()
-        engine.health.serve()
-        if engine.drained:
-            engine.health.drain()
-        logger.info("engine %s serves version %d", engine.name, version)
+    def _joined(self, engine: Engine) -> None:
+        """Its version is confirmed: open it, or say what it waits for."""
+        if reason := self.policy.holds_back(engine):
+            engine.health.wait(reason)
+        else:
+            engine.health.serve()
+        state, reason = engine.health.state, engine.health.reason
+        logger.info(
+            "engine %s has weights %s and is %s%s", engine.name, engine.version, state, reason and f": {reason}"
+        )
         if engine.client.facts.cumulative_streams:
             logger.warning(
                 "engine %s repeats the whole reply in every event of a stream; start it with "
@@ -270,20 +288,20 @@ class Fleet:
             )
         self.changed(engine)
 
-    async def read_evictions(self, engine: Engine) -> None:
-        """Note the engine's eviction counter; engines without metrics have none."""
-        try:
-            value = await engine.client.metric("sglang:evicted_tokens_total")
-        except EngineRefused:
-            return
-        if value is not None:
-            engine.evicted.append((time.monotonic(), value))
+    def _check_twin(self, engine: Engine, start: str) -> None:
+        """Raise ``UpstreamError`` when the engine has joined as the same process under another address."""
+        for each in self.engines.values():
+            joined = each.health.state not in (EngineState.JOINING, EngineState.LOST)
+            if each is not engine and joined and start and each.start_id == start and is_unique(start):
+                raise UpstreamError(f"it is the same process as {each.id} at {each.url}; remove one of them")
 
     def _lose(self, engine: Engine) -> None:
-        logger.error("engine %s is lost: %s", engine.name, engine.health.last_error)
+        others = len([each for each in self.engines.values() if each is not engine and each.health.takes_calls])
+        on = f"{others} of {len(self.engines)} engines go on" if others else "no other engine is left"
+        logger.error("engine %s is lost: %s; %s", engine.name, engine.health.last_error, on)
         metrics.LOST.inc()
         old = engine.http
-        engine.http, client = self._connect(engine.url)
+        engine.http, client = _connect(engine.url, self._config, self._client)
         engine.client = client
         # Closing its connections ends every call on it with EngineLost.
         task = asyncio.get_running_loop().create_task(old.close())
@@ -291,56 +309,56 @@ class Fleet:
         task.add_done_callback(self._closing.discard)
         self.changed(engine)
 
-    def _connect(self, url: str) -> tuple[aiohttp.ClientSession, EngineClient]:
-        c = self._config
-        http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            # A reply with expert choices is a megabyte: with less room its reading stops and starts again.
-            read_bufsize=1 << 20,
-            auto_decompress=True,
-        )
-        timeouts = Timeouts(
-            connect_s=c.connect_timeout_s,
-            control_s=c.control_timeout_s,
-            probe_s=c.probe_timeout_s,
-            call_s=c.call_timeout_s,
-            progress_s=c.progress_timeout_s,
-        )
-        return http, EngineClient(url, http, timeouts=timeouts)
+    def _rest(self, engine: Engine) -> None:
+        """No new session for an engine that has no room, for a while."""
+        pause_s = self._config.busy_pause_s
+        if time.monotonic() >= engine.busy_until:
+            logger.warning("engine %s has no room: no new session for %g s", engine.name, pause_s)
+        engine.busy_until = time.monotonic() + pause_s
+        if (timer := self._timers.pop(engine.id, None)) is not None:
+            timer.cancel()
+        self._timers[engine.id] = asyncio.get_running_loop().call_later(pause_s, self.relieved, engine)
+        self.changed(engine)
+
+    def relieved(self, engine: Engine) -> None:
+        """The engine has room again: its pause is over, or it served a call."""
+        if engine.busy_until == float("-inf"):
+            return
+        engine.busy_until = float("-inf")
+        if (timer := self._timers.pop(engine.id, None)) is not None:
+            timer.cancel()
+        self.changed(engine)
+
+    def _note_down(self, model: str) -> None:
+        if any(each.model == model and _ready(each) for each in self.engines.values()):
+            self._down_since.pop(model, None)
+        else:
+            self._down_since.setdefault(model, time.monotonic())
 
 
-def check_url(url: str, allowed: Sequence[str] = ("*",)) -> str:
-    """An engine's URL: http or https, an allowed host, no credentials, no query. Raises ``BadRequest``.
-
-    Link-local addresses are refused whatever is allowed: metadata services of clouds answer there.
-    """
-    try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:
-        raise BadRequest(f"engine url {url!r}: {error}", param="url") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.password:
-        raise BadRequest(f"engine url {url!r}: want http://host:port without credentials", param="url")
-    if parts.query or parts.fragment or port == 0:
-        raise BadRequest(f"engine url {url!r}: want http://host:port without query or fragment", param="url")
-    host = parts.hostname.lower()
-    if not url.isascii() or not url.isprintable() or " " in url:
-        raise BadRequest(f"engine url {url!r}: want printable ASCII without spaces", param="url")
-    if not any(fnmatchcase(host, pattern.lower()) for pattern in allowed):
-        raise BadRequest(f"engine host {host} is not in router.engine_hosts: {', '.join(allowed)}", param="url")
-    if _is_link_local(host):
-        raise BadRequest(f"engine url {url!r} is a link-local address; no engine is served there", param="url")
-    return url.rstrip("/")
+def _ready(engine: Engine) -> bool:
+    """Whether it serves new sessions, or would but for a trainer's pause."""
+    health = engine.health
+    return health.state is EngineState.SERVING or (
+        health.state is EngineState.PAUSED and health.pause_told and not health.drained
+    )
 
 
-def _is_link_local(host: str) -> bool:
-    try:
-        address = ip_address(socket.inet_ntoa(socket.inet_aton(host)))  # 0xa9fe0001 and 169.254.1 are addresses, too
-    except OSError:
-        try:
-            address = ip_address(host.partition("%")[0])
-        except ValueError:
-            return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_link_local)
+def _connect(
+    url: str, c: RouterConfig, client: Callable[..., EngineClient]
+) -> tuple[aiohttp.ClientSession, EngineClient]:
+    http = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        # A reply with expert choices is a megabyte: with less room its reading stops and starts again.
+        read_bufsize=1 << 20,
+        auto_decompress=True,
+    )
+    timeouts = Timeouts(
+        connect_s=c.connect_timeout_s,
+        control_s=c.control_timeout_s,
+        probe_s=c.probe_timeout_s,
+        call_s=c.call_timeout_s,
+        progress_s=c.progress_timeout_s,
+    )
+    return http, client(url, http, timeouts=timeouts)

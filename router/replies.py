@@ -24,9 +24,9 @@ from tollway.records import (
 from tollway.router.blobs import decode_blob, narrow_signed, narrow_unsigned
 from tollway.router.facts import UNKNOWN, EngineFacts
 from tollway.router.sampled import mask_of, tops_of
-from tollway.router.wire import GenerateCall, GenerateReply, Json
+from tollway.router.wire import CacheTiers, GenerateCall, GenerateReply, Json
 
-__all__ = ["blob_names", "ids_of", "int_of", "logprobs_of", "meta_of", "parse_reply"]
+__all__ = ["blob_names", "cached_of", "ids_of", "int_of", "logprobs_of", "meta_of", "parse_reply"]
 
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _ROUNDING = 1e-3
@@ -62,9 +62,6 @@ def parse_reply(call: GenerateCall, reply: Json, *, facts: EngineFacts = UNKNOWN
     if prompt_tokens != call.prompt.size:
         raise UpstreamError(f"engine counted {prompt_tokens} prompt tokens, {call.prompt.size} ids were sent")
     logprobs = logprobs_of(meta, output_ids)
-    cached = meta.get("cached_tokens")
-    if cached is not None and (type(cached) is not int or not 0 <= cached <= prompt_tokens):
-        raise UpstreamError(f"engine reports {cached!r} cached of {prompt_tokens} prompt tokens")
     text = reply.get("text")
     # A prefill-only reply has a row for every prompt token; otherwise the last token has none.
     rows = prompt_tokens + max(sampled, 1) - 1
@@ -75,7 +72,10 @@ def parse_reply(call: GenerateCall, reply: Json, *, facts: EngineFacts = UNKNOWN
         matched=matched,
         versions=_versions(meta, sampled, facts),
         prompt_tokens=prompt_tokens,
-        cached_tokens=cached,
+        cached_tokens=cached_of(meta, prompt_tokens),
+        cached_tiers=_tiers(meta),
+        retractions=_count(meta, "num_retractions"),
+        reasoning_tokens=_count(meta, "reasoning_tokens"),
         routed_experts=_routes(call, meta, rows, facts) if call.return_routed_experts and not waited else None,
         top_logprobs=tops_of(meta, sampled, call.top_logprobs) if call.top_logprobs else None,
         sampling_mask=mask_of(meta, output_ids) if call.return_sampling_mask else None,
@@ -139,6 +139,28 @@ def int_of(meta: Json, key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise UpstreamError(f"engine sent {key} {value!r}, want a count")
     return value
+
+
+def cached_of(meta: Json, prompt_tokens: int) -> int | None:
+    """Prompt tokens that were cached; ``None``: the engine did not say."""
+    cached = meta.get("cached_tokens")
+    if cached is not None and (type(cached) is not int or not 0 <= cached <= prompt_tokens):
+        raise UpstreamError(f"engine reports {cached!r} cached of {prompt_tokens} prompt tokens")
+    return cached
+
+
+def _tiers(meta: Json) -> CacheTiers | None:
+    details = meta.get("cached_tokens_details")
+    if details is None:
+        return None
+    if not isinstance(details, dict) or "device" not in details:
+        raise UpstreamError(f"engine sent cached_tokens_details {details!r}, want device, host and storage")
+    return CacheTiers(**{name: _count(details, name) for name in ("device", "host", "storage")})
+
+
+def _count(meta: Json, key: str) -> int:
+    """An integer that engines may leave out."""
+    return int_of(meta, key) if meta.get(key) is not None else 0
 
 
 def _finish(meta: Json) -> tuple[FinishReason, int | str | None]:

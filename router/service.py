@@ -1,75 +1,66 @@
-"""The router that a session server uses: place a session, run its calls, explain its cache misses.
+"""The router that a session server uses: its engines, its sessions' places, its calls, and its cache ledger.
 
-Owns the order of things around one engine call: pin or place, dispatch, one re-dispatch to another engine
-after a lost connection, continuation of replies that an engine aborted, ledger entry. Every wait has a
-deadline in ``RouterConfig``; no call is retried for ever. Depends on ``fleet``, ``table``, ``cache_ledger``.
+A facade: ``fleet`` knows the engines, ``seats`` finds a place for every call, ``calls`` runs it, ``accounts``
+explains its cache misses. Owns what one of them has to tell another. Every wait has a deadline in
+``RouterConfig``; no call is retried for ever.
 """
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from types import TracebackType
+from typing import Unpack
 
-from tollway.errors import BadRequest, EngineLost, TollwayError, UpstreamError, VersionNotReady
+from tollway.errors import UpstreamError
 from tollway.records import PolicyVersion
-from tollway.router import metrics
-from tollway.router.cache_ledger import CacheLedger, CallFacts, classify, possible_hit
+from tollway.router.accounts import Accounts, Lineage
+from tollway.router.admission import Admission
+from tollway.router.cache_ledger import CacheLedger
+from tollway.router.calls import Attempt, Calls, Routed
+from tollway.router.chooser import open_chooser
 from tollway.router.config import RouterConfig
-from tollway.router.continuation import continue_call, merge_replies
-from tollway.router.engines import GenerateCall, GenerateDelta, GenerateReply
-from tollway.router.fleet import Engine, Fleet
+from tollway.router.engines import EngineClient, GenerateCall, GenerateDelta
+from tollway.router.fleet import Engine, Fleet, Membership, RefitPhase
 from tollway.router.health import EngineState
-from tollway.router.table import Pin, RoutingTable
+from tollway.router.seats import Placement, Seats, TermFields, Terms
+from tollway.router.table import RoutingTable
+from tollway.router.versions import Holders
 
-__all__ = ["Lineage", "Routed", "Router"]
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Lineage:
-    """What the conversation knows of the call before this one."""
-
-    parent: CallFacts | None = None
-    """The call whose sequence this prompt continues, or the one that it breaks with."""
-    common: int = 0
-    """Ids that this prompt shares with the parent's prompt plus output."""
-
-
-@dataclass(frozen=True, slots=True)
-class Routed:
-    """A reply and what the router did for it."""
-
-    reply: GenerateReply
-    facts: CallFacts
-    engine_name: str
-    """URL and incarnation."""
-    dispatches: tuple[str, ...]
-    """Request ids in order; more than one after a re-dispatch or a continuation."""
-    started_at: float
-    ended_at: float
-    """Unix seconds."""
+__all__ = ["Attempt", "Lineage", "Placement", "Routed", "Router"]
 
 
 class Router:
-    """Engines, pins and the cache ledger of one session server.
+    """Engines, pins and the cache ledger of one session server. ``placement`` decides for several servers.
 
     >>> async with Router(RouterConfig()) as router:  # doctest: +SKIP
     ...     router.add_engine("http://127.0.0.1:30000")
     ...     await router.wait_ready(60)
     """
 
-    def __init__(self, config: RouterConfig) -> None:
+    def __init__(
+        self, config: RouterConfig, *, placement: Placement | None = None, server_name: str = "server"
+    ) -> None:
         self.config = config
         self.table = RoutingTable()
         self.ledger = CacheLedger()
-        self.fleet = Fleet(config, on_change=self._engine_changed)
+        self.admission = Admission(self.table, config)
+        self.chooser = open_chooser(config, self.table, self.admission, server_name=server_name)
+        """Chooses the engines of sessions in place of this router; ``None``: nobody else does."""
+        client = self.chooser.client if self.chooser is not None else EngineClient
+        self.fleet = Fleet(config, on_change=self._engine_changed, client=client)
+        if self.chooser is not None:
+            self.chooser.fleet = self.fleet
+        self.accounts = Accounts(self.ledger, self.fleet)
+        self.seats = Seats(config, self.table, self.fleet, self.admission, placement or self.chooser)
+        self._calls = Calls(config, self.seats, self.fleet, self.accounts)
+        self._context: dict[str, int | None] = {}
+        """Smallest context of the engines that take calls, by model."""
 
     async def __aenter__(self) -> Router:
+        if self.chooser is not None:
+            await self.chooser.start()
         return self
 
     async def __aexit__(
@@ -79,18 +70,26 @@ class Router:
 
     async def aclose(self) -> None:
         """Stop watching engines and close their connections."""
+        await self.accounts.aclose()
+        if self.chooser is not None:
+            await self.chooser.aclose()
         await self.fleet.aclose()
 
     # -- engines -----------------------------------------------------------------------------------
 
-    def add_engine(self, url: str) -> Engine:
+    def add_engine(self, url: str, membership: Membership | None = None) -> Engine:
         """Register an engine; it serves once its weight version is confirmed."""
-        return self.fleet.add(url)
+        engine = self.fleet.add(url, membership=membership)
+        if self.chooser is not None:
+            self.chooser.added(engine)
+        return engine
 
     async def remove_engine(self, engine_id: str) -> None:
         """Forget an engine; its sessions move at their next call."""
+        url = self.fleet.get(engine_id).url
         await self.fleet.remove(engine_id)
-        self.table.remove_engine(engine_id)
+        if self.chooser is not None:
+            self.chooser.removed(url)
 
     def drain_engine(self, engine_id: str) -> Engine:
         """No new session goes to the engine; its own go on."""
@@ -103,80 +102,119 @@ class Router:
         await self.fleet.wait_serving(timeout_s)
 
     def engines(self) -> list[dict[str, object]]:
-        """The fleet with states and loads."""
-        out = []
-        for engine in self.fleet.engines.values():
-            row = engine.describe()
-            if engine.health.state not in (EngineState.JOINING,):
-                load = self.table.load(engine.id)
-                row |= {
-                    "sessions": load.sessions,
-                    "resident_tokens": load.resident_tokens,
-                    "in_flight": self.table.in_flight(engine.id),
-                }
-            out.append(row)
-        return out
+        """The fleet with states, loads, and who holds the version that an engine has."""
+        return [self.describe_engine(engine) for engine in self.fleet.engines.values()]
 
-    def note_refit(self, engine_id: str, version: PolicyVersion | None, *, flushed: bool) -> Engine:
+    def describe_engine(self, engine: Engine) -> dict[str, object]:
+        """One row of ``engines``."""
+        row = engine.describe()
+        if self.table.targets(engine.id):
+            load = self.table.load(engine.id)
+            row |= {name: value for name, value in asdict(load).items() if name != "engine_id"}
+            holders = self.exact_holders(engine.id)
+            row |= {"exact_sessions": holders.sessions, "exact_calls": holders.calls}
+        return row
+
+    def exact_holders(self, engine_id: str) -> Holders:
+        """Who needs exactly the version that an engine has now; a refit waits for them. Raises ``NotFound``."""
+        engine = self.fleet.get(engine_id)
+
+        def home(key: str) -> str | None:
+            pin = self.table.pin(key, engine.model)
+            return pin.engine_id if pin is not None else None
+
+        return self.seats.holders.on(engine_id, engine.version, model=engine.model, home=home)
+
+    def note_refit(
+        self,
+        engine_id: str,
+        version: PolicyVersion | None,
+        *,
+        flushed: bool,
+        phase: RefitPhase | None = None,
+        reason: str = "",
+    ) -> Engine:
         """The trainer flushed an engine, gave it new weights, or both; called before the engine continues.
 
         ``version`` is ``None`` while the engine has the weights that it had: whether new ones come is not known yet.
         """
-        engine = self.fleet.get(engine_id)
-        engine.refitted(version, flushed=flushed)
+        engine = self.fleet.note_refit(engine_id, version, flushed=flushed, phase=phase, reason=reason)
+        if self.chooser is not None:
+            self.chooser.refitted(engine.url, version, flushed=flushed, phase=phase, reason=reason)
         return engine
 
-    def context_length(self) -> int | None:
-        """Smallest context of the serving engines; ``None`` when none says."""
-        known = [e.context_length for e in self.fleet.engines.values() if e.context_length and e.health.takes_calls]
-        return min(known, default=None)
+    def context_length(self, model: str = "") -> int | None:
+        """Smallest context of the engines that serve ``model``; ``None`` when none says."""
+        return self._context.get(model)
 
-    def check_version(self, key: str, minimum: PolicyVersion | None, exact: PolicyVersion | None) -> None:
-        """Raise ``VersionNotReady`` when no engine that may serve ``key`` has the wanted weights."""
-        if minimum is None and exact is None:
+    def require_engine(self, key: str, model: str = "") -> None:
+        """Raise ``NoEngine``, with every engine's last words, when no call of the session could be served now."""
+        pin = self.table.pin(key, model)
+        if pin is not None and pin.target is not None and pin.target.serves:
             return
-        pin = self.table.pins.get(key)
-        ids = [pin.engine_id] if pin is not None and pin.engine_id in self.fleet.engines else self.fleet.serving()
-        versions = [v for each in ids if (v := self.fleet.engines[each].version) is not None]
-        if any((minimum is None or v >= minimum) and (exact is None or v == exact) for v in versions):
-            return
-        raise VersionNotReady(exact if exact is not None else minimum or 0, max(versions, default=None))
-
-    def require_engine(self) -> None:
-        """Raise ``NoEngine``, with every engine's last words, when no call could be served now."""
-        if not any(engine.health.takes_calls for engine in self.fleet.engines.values()):
-            raise self.fleet.none_left()
+        if not any(engine.health.takes_calls for engine in self.fleet.engines.values() if engine.model == model):
+            raise self.fleet.none_left(model)
 
     @property
     def ready(self) -> bool:
         """Whether a new session could be served now."""
-        return bool(self.fleet.serving())
+        return bool(self.fleet.serving()) and (self.chooser is None or self.chooser.ready)
 
     # -- sessions ----------------------------------------------------------------------------------
 
-    def restore_session(self, key: str, engine_name: str, *, group: str = "", resident_tokens: int = 0) -> None:
+    def restore_session(
+        self,
+        key: str,
+        engine_name: str,
+        *,
+        dp_rank: int | None = None,
+        group: str = "",
+        resident_tokens: int = 0,
+        model: str = "",
+    ) -> None:
         """Take over the pin of a session from before a restart; an unknown engine leaves it unpinned."""
         url = engine_name.rpartition("#")[0]
         for engine in self.fleet.engines.values():
-            if engine.url == url:
-                self.table.add_engine(engine.id, budget_tokens=engine.max_total_tokens)
-                self.table.restore(key, engine.id, group=group, resident_tokens=resident_tokens)
+            if engine.url == url and engine.model == model:
+                self.table.restore(
+                    key, engine.id, dp_rank=dp_rank, group=group, resident_tokens=resident_tokens, model=model
+                )
+
+    async def restored(self) -> None:
+        """All sessions from before a restart were given to ``restore_session``."""
+        if self.chooser is not None:
+            await self.chooser.restored()
+
+    def hold_exact(self, key: str, version: PolicyVersion, model: str = "") -> None:
+        """The session needs exactly this version until it is closed: a refit of engines that have it waits."""
+        self.seats.holders.hold(key, version, model=model)
+
+    def rest_session(self, key: str) -> None:
+        """Nobody has used the session for a while: it counts against no engine's room until its next call."""
+        self.table.rest(key)
+        if self.chooser is not None:
+            self.chooser.rest(key)
+        self.ledger.rest(key)
+
+    def close_session(self, key: str) -> None:
+        """Forget a session's place; its cache figures can still be asked for."""
+        self.seats.release(key)
 
     def release_session(self, key: str) -> None:
-        """Forget a session's pin and its cache view."""
-        self.table.release(key)
+        """Forget a session's place and its cache view."""
+        self.seats.release(key)
         self.ledger.forget(key)
 
     # -- calls -------------------------------------------------------------------------------------
 
-    async def generate(self, key: str, call: GenerateCall, *, lineage: Lineage, group: str = "") -> Routed:
-        """Run one call of session ``key`` to its end.
+    async def generate(self, key: str, call: GenerateCall, *, lineage: Lineage, **terms: Unpack[TermFields]) -> Routed:
+        """Run one call of session ``key`` to its end; ``terms`` are the fields of ``seats.Terms``.
 
-        Raises ``NoEngine``, ``EngineLost``, ``EngineRefused``, ``ContextLengthExceeded``, ``UpstreamError``.
-        Cancelling aborts the request on the engine.
+        Raises ``NoEngine``, ``CapacityExceeded``, ``VersionNotReady``, ``EngineLost``, ``EngineBusy``,
+        ``EngineRefused``, ``ContextLengthExceeded``, ``UpstreamError``. Cancelling aborts the request on the engine.
         """
         routed: Routed | None = None
-        async for item in self._run(key, call, lineage, group):
+        async for item in self._calls.run(key, call, lineage, Terms(**terms)):
             if isinstance(item, Routed):
                 routed = item
         if routed is None:
@@ -184,169 +222,37 @@ class Router:
         return routed
 
     def stream(
-        self, key: str, call: GenerateCall, *, lineage: Lineage, group: str = ""
+        self, key: str, call: GenerateCall, *, lineage: Lineage, **terms: Unpack[TermFields]
     ) -> AsyncGenerator[GenerateDelta | Routed]:
         """As ``generate``, with deltas; the last item is the ``Routed`` whole. Close it to abort.
 
         After the first delta a lost engine is not replaced: what a client saw cannot be taken back.
         """
-        return self._run(key, replace(call, stream=True), lineage, group)
+        return self._calls.run(key, replace(call, stream=True), lineage, Terms(**terms))
 
-    async def _run(
-        self, key: str, call: GenerateCall, lineage: Lineage, group: str
-    ) -> AsyncGenerator[GenerateDelta | Routed]:
-        if not call.routing_key or not key:
-            raise BadRequest("a generation call needs a routing key: without one every turn would miss the cache")
-        started, started_at = time.monotonic(), time.time()
-        pieces: list[GenerateReply] = []
-        rids: list[str] = []
-        current, moved, first_cached = call, None, None
-        while True:
-            engine, pin = self._target(key, call.prompt.size, group)
-            moved, pin.moved = moved or pin.moved, None
-            current = replace(current, routed_dp_rank=pin.dp_rank)
-            rids.append(current.rid)
-            seen = bool(pieces)
-            reply: GenerateReply | None = None
-            try:
-                async with aclosing(self._dispatch(engine, current)) as items:
-                    async for item in items:
-                        if isinstance(item, GenerateReply):
-                            reply = item
-                        else:
-                            seen = True
-                            yield item
-            except EngineLost:
-                if seen or len(rids) > 1 or not self._elsewhere(key, engine):
-                    raise
-                current = replace(current, rid=f"{call.rid}-again")
-                metrics.REDISPATCHED.inc()
-                logger.warning("call %s is sent again as %s", call.rid, current.rid)
-                continue
-            if reply is None:
-                raise UpstreamError(f"engine {engine.url} ended {current.rid} without a reply")
-            first_cached = reply.cached_tokens if not pieces else first_cached
-            pieces.append(reply)
-            following = continue_call(call, pieces)
-            if following is None:
-                break
-            if len(pieces) > self.config.max_resumes:
-                raise UpstreamError(f"the engine aborted this reply {len(pieces)} times; see router.max_resumes")
-            current = following
-        whole = merge_replies(call, pieces)
-        facts = self._facts(engine, pin, call, whole, started, moved)
-        await self._account(key, engine, facts, lineage, first_cached)
-        yield Routed(whole, facts, engine.name, tuple(rids), started_at, time.time())
-
-    async def _dispatch(self, engine: Engine, call: GenerateCall) -> AsyncGenerator[GenerateDelta | GenerateReply]:
-        """One attempt on one engine, counted in the table whatever happens."""
-        self.table.begin(engine.id)
-        metrics.IN_FLIGHT.inc()
-        outcome = "cancelled"
-        try:
-            if call.stream:
-                async with aclosing(engine.client.stream(call)) as items:
-                    async for item in items:
-                        engine.health.progress(time.monotonic())
-                        yield item
-            else:
-                reply = await engine.client.generate(call)
-                engine.health.progress(time.monotonic())
-                yield reply
-            outcome = "ok"
-        except TollwayError as error:
-            outcome = error.code
-            if isinstance(error, EngineLost):
-                self.fleet.failed(engine, error)
-            raise
-        finally:
-            self.table.end(engine.id)
-            metrics.IN_FLIGHT.dec()
-            metrics.CALLS.labels(outcome).inc()
-
-    def _target(self, key: str, tokens: int, group: str) -> tuple[Engine, Pin]:
-        """Engine and pin of a session, placing or moving it when needed. Raises ``NoEngine``."""
-        pin = self.table.pins.get(key)
-        if pin is None:
-            pin = self.table.place(key, self.fleet.serving(), tokens=tokens, group=group)
-        elif (engine := self.fleet.engines.get(pin.engine_id)) is None or not engine.health.takes_calls:
-            pin = self.table.move(key, self.fleet.serving(), "engine_lost")
-        if pin is None:
-            raise self.fleet.none_left()
-        return self.fleet.engines[pin.engine_id], pin
-
-    def _elsewhere(self, key: str, engine: Engine) -> bool:
-        """Move the session off ``engine``; False when there is nowhere to go."""
-        others = [each for each in self.fleet.serving() if each != engine.id]
-        return self.table.move(key, others, "engine_lost") is not None
-
-    # -- the ledger --------------------------------------------------------------------------------
-
-    def _facts(
-        self, engine: Engine, pin: Pin, call: GenerateCall, reply: GenerateReply, started: float, moved: str | None
-    ) -> CallFacts:
-        version = reply.versions[-1].version if reply.versions else engine.version or 0
-        return CallFacts(
-            engine_id=engine.id,
-            incarnation=engine.health.incarnation,
-            flush_epoch=engine.flush_epoch,
-            end_version=version,
-            prompt_tokens=call.prompt.size,
-            output_tokens=int(reply.output_ids.size),
-            started_at=started,
-            ended_at=time.monotonic(),
-            dp_rank=pin.dp_rank,
-            extra_key=call.extra_key,
-            moved=moved,
-        )
-
-    async def _account(self, key: str, engine: Engine, facts: CallFacts, lineage: Lineage, cached: int | None) -> None:
-        self.table.grow(key, facts.prompt_tokens + facts.output_tokens)
-        parent = lineage.parent
-        possible = lost = 0
-        cause = None
-        if parent is not None:
-            sequence = parent.prompt_tokens + parent.output_tokens
-            common = min(lineage.common, sequence)
-            possible = possible_hit(
-                common=common, parent_sequence=sequence, prompt=facts.prompt_tokens, page=engine.page_size
-            )
-            lost = sequence - common
-            if cached is not None and cached < possible:
-                cause = await self._cause(engine, facts, parent, possible - cached)
-                metrics.WASTED.labels(cause).inc(possible - cached)
-        first = parent is None
-        miss = self.ledger.record(
-            key, facts, cached=cached, possible=possible, lost_prefix=lost, first=first, cause=cause
-        )
-        if miss is not None and miss.cause == "unknown":
-            logger.warning("%d tokens missed the prefix cache of %s without a known cause", miss.tokens, engine.name)
-
-    async def _cause(self, engine: Engine, facts: CallFacts, parent: CallFacts, waste: int) -> str:
-        def first_cause(*, evicted: bool) -> str:
-            return classify(
-                facts,
-                parent,
-                waste=waste,
-                # A reply that left just before a flush may be read just after it, so versions decide too.
-                flushed_between=engine.flushed_since(parent.end_version, facts.end_version),
-                page=engine.page_size,
-                evicted=evicted,
-            )
-
-        cause = first_cause(evicted=False)
-        if cause != "unknown":
-            return cause
-        before = next((value for at, value in reversed(engine.evicted) if at <= parent.ended_at), None)
-        if before is None and engine.evicted:
-            before = engine.evicted[0][1]
-        try:
-            await self.fleet.read_evictions(engine)
-        except TollwayError:
-            return cause
-        now = engine.evicted[-1][1] if engine.evicted else None
-        return first_cause(evicted=before is not None and now is not None and now > before)
+    # -- inside ------------------------------------------------------------------------------------
 
     def _engine_changed(self, engine: Engine) -> None:
-        if engine.health.state is not EngineState.JOINING:
-            self.table.add_engine(engine.id, budget_tokens=engine.max_total_tokens)
+        """Tell the table what the fleet knows."""
+        if engine.id not in self.fleet.engines:
+            self.table.remove_engine(engine.id)
+        elif engine.health.state is not EngineState.JOINING:
+            self.table.set_engine(
+                engine.id,
+                model=engine.model,
+                ranks=engine.dp_ranks,
+                budget_tokens=engine.max_total_tokens,
+                max_in_flight=engine.max_in_flight,
+                version=engine.version,
+                admits=engine.admits(time.monotonic()),
+                serves=engine.health.takes_calls,
+            )
+        lengths = [
+            each.context_length
+            for each in self.fleet.engines.values()
+            if each.model == engine.model and each.context_length and each.health.takes_calls
+        ]
+        self._context[engine.model] = min(lengths, default=None)
+        if self.chooser is not None:
+            self.chooser.changed(engine)
+        self.seats.changed()

@@ -16,7 +16,7 @@ import orjson
 
 from tollway.errors import UpstreamError
 from tollway.router.blobs import load_reply
-from tollway.router.replies import blob_names, ids_of, int_of, logprobs_of, meta_of
+from tollway.router.replies import blob_names, cached_of, ids_of, int_of, logprobs_of, meta_of
 from tollway.router.wire import GenerateCall, GenerateDelta, Json
 
 __all__ = ["Assembly", "event_batches", "parse_object"]
@@ -116,13 +116,13 @@ class _Column:
         return start, same, end
 
 
-def _delta(tokens: list[object], entries: list[object]) -> GenerateDelta:
+def _delta(tokens: list[object], entries: list[object], cached: int | None) -> GenerateDelta:
     """New tokens, checked as those of a whole reply are; numpy's cost per call counts when there are few."""
     if len(tokens) <= _FEW and all(map(_sound, tokens, entries)):
         values = [cast("list[float]", entry)[0] for entry in entries]
-        return GenerateDelta(np.array(tokens, np.int32), np.array(values, np.float32))
+        return GenerateDelta(np.array(tokens, np.int32), np.array(values, np.float32), cached)
     ids = ids_of({"output_ids": tokens})
-    return GenerateDelta(ids, logprobs_of({"output_token_logprobs": entries}, ids))
+    return GenerateDelta(ids, logprobs_of({"output_token_logprobs": entries}, ids), cached)
 
 
 def _sound(token: object, entry: object) -> bool:
@@ -146,6 +146,7 @@ class Assembly:
         self.last: Json | None = None
         """The last event."""
         self._cumulative = False
+        self._prompt = call.prompt.size
         self._blobs = blob_names(call)
         self._ids = _Column("output_ids", b"]", fixed=True)
         self._logprobs = _Column("output_token_logprobs", b"]]")
@@ -186,7 +187,7 @@ class Assembly:
         self.last = event
         if total == before:
             return None
-        return _delta(self._ids.items[before:], self._logprobs.items[before:])
+        return _delta(self._ids.items[before:], self._logprobs.items[before:], cached_of(meta, self._prompt))
 
     def whole(self) -> Json:
         """The reply as a call without a stream would have got it, less its text."""

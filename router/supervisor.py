@@ -1,9 +1,10 @@
 """Child processes that serve a URL: start, wait until ready, watch, stop.
 
-A child says on its first line of stdout that it accepts requests: ``{"event": "ready", "url": ...}``; all
-else it has to say goes to its log file. It gets a process group of its own, so a Ctrl-C in the terminal
-reaches only the process that owns it, and it must end with its owner (``die_with_parent``). Owns no
-policy: what a death means is for the caller. Depends on ``serving``.
+A child of ours says on its first line of stdout that it accepts requests: ``{"event": "ready", "url": ...}``; all
+else it has to say goes to its log file. A foreign program (``spawn``) gets its address from us, says nothing of
+the kind, and has all of its output in the log. A child has a process group of its own, so a Ctrl-C in the terminal
+reaches only the process that owns it, and it ends with its owner. What a death means is for the caller; how often
+one may follow another says ``RestartBudget``. Depends on ``serving``.
 """
 
 from __future__ import annotations
@@ -13,16 +14,23 @@ import contextlib
 import ctypes
 import os
 import signal
+import subprocess
+import sys
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 from tollway.errors import ComponentLost
 from tollway.serving import read_ready
 
-__all__ = ["PARENT_VARIABLE", "ServerProcess", "die_with_parent"]
+__all__ = ["PARENT_VARIABLE", "RestartBudget", "ServerProcess", "die_with_parent", "mind_program"]
 
 PARENT_VARIABLE = "TOLLWAY_PARENT_PID"
 _PR_SET_PDEATHSIG = 1
+_MIND_S = 0.5
+"""Longest time between two looks at whether the parent lives: a signal that came too early is not waited for."""
+_GRACE_S = 3.0
+"""How long a program may take to end after its owner died."""
 
 
 def die_with_parent() -> None:
@@ -37,6 +45,61 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def mind_program(argv: Sequence[str]) -> int:
+    """Run the foreign program ``argv`` to its end and return its exit status; nothing of it outlives our parent.
+
+    A server's own processes notice the death of their parent late or never, above all while they start. So this
+    process stays beside them: when its parent dies, it ends the process group that it leads.
+    """
+    parent = os.getppid()
+    die_with_parent()
+    try:
+        program = subprocess.Popen(argv, preexec_fn=_die_with_minder)  # noqa: PLW1509 - this process has one thread
+    except OSError as error:
+        sys.stderr.write(f"cannot start {argv[0]}: {error.strerror}\n")
+        return 127
+    # Whoever ends the group tells the program, too: here it only ends the waiting.
+    heard = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    while (status := program.poll()) is None:
+        signal.sigtimedwait(heard, _MIND_S)
+        if os.getppid() != parent:
+            os.killpg(0, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                program.wait(_GRACE_S)
+            os.killpg(0, signal.SIGKILL)
+    return status
+
+
+def _die_with_minder() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+
+
+class RestartBudget:
+    """How often processes may die: ``limit`` times within ``window_s``, then never mind which one it was.
+
+    >>> budget = RestartBudget(1, 60.0)
+    >>> budget.spend(0.0), budget.spend(10.0)
+    (True, False)
+    """
+
+    def __init__(self, limit: int = 8, window_s: float = 60.0) -> None:
+        self.limit, self.window_s = limit, window_s
+        self._deaths: deque[float] = deque()
+
+    def spend(self, now: float) -> bool:
+        """Count a death at ``now``; whether a restart is still allowed."""
+        self._deaths.append(now)
+        while self._deaths[0] <= now - self.window_s:
+            self._deaths.popleft()
+        return len(self._deaths) <= self.limit
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next restart: nothing at first, longer while deaths follow each other."""
+        return min(5.0, 0.1 * (float(2 ** (len(self._deaths) - 1)) - 1.0))
 
 
 class ServerProcess:
@@ -85,6 +148,25 @@ class ServerProcess:
         child._drain = asyncio.create_task(child._drain_stdout(), name=f"{name} stdout")
         return child
 
+    @classmethod
+    async def spawn(
+        cls, argv: Sequence[str], *, name: str, log: Path, url: str, env: dict[str, str] | None = None
+    ) -> ServerProcess:
+        """Start a foreign program that will serve at ``url``. When it does, the caller has to find out."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", __name__, *argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env={**os.environ, **(env or {}), PARENT_VARIABLE: str(os.getpid())},
+            )
+        child = cls(name, process, log)
+        child.url = url
+        return child
+
     @property
     def pid(self) -> int:
         """Process id of the child."""
@@ -124,6 +206,10 @@ class ServerProcess:
         await self._process.wait()
         if self._drain is not None:
             await asyncio.gather(self._drain, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End the child and its process group at once, without waiting."""
+        self._signal(signal.SIGKILL)
 
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -166,3 +252,10 @@ class ServerProcess:
         if self._process.stdout is None:
             raise ComponentLost(f"{self.name} has no stdout to read")
         return self._process.stdout
+
+
+if __name__ == "__main__":
+    _status = mind_program(sys.argv[1:])
+    if _status == -signal.SIGKILL:  # it ends as its program did
+        os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit(_status if _status >= 0 else 128 - _status)

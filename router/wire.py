@@ -26,6 +26,8 @@ from tollway.records import (
 from tollway.router.prompt import Prompt, ids_json
 
 __all__ = [
+    "LOGPROB_START_LEN",
+    "CacheTiers",
     "GenerateCall",
     "GenerateDelta",
     "GenerateReply",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 Json = Mapping[str, object]
+LOGPROB_START_LEN = -1
+"""Of every call: an engine computes prompt positions from there on whatever it has cached, so never 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +71,15 @@ class GenerateCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTiers:
+    """Where an engine found the cached tokens of a prompt."""
+
+    device: int
+    host: int = 0
+    storage: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateReply:
     """A checked, complete reply of an engine."""
 
@@ -81,7 +94,17 @@ class GenerateReply:
     """Gapless over [0, sampled)."""
     prompt_tokens: int
     cached_tokens: int | None
-    """``None``: the engine did not say."""
+    """``None``: the engine did not say. Of a reply that was continued: of its first prefill."""
+    cached_tiers: CacheTiers | None = None
+    """``None``: the engine does not tell tiers apart."""
+    retractions: int = 0
+    """Times that the engine took its KV away while it ran."""
+    reasoning_tokens: int = 0
+    """Of the output, as far as the engine counts them."""
+    resumed: int = 0
+    """Times that it was aborted and continued."""
+    resumed_tokens: int = 0
+    """Tokens computed again when it was continued."""
     routed_experts: RoutedExperts | None = None
     """[prompt + sampled - 1 - start, layers, top_k]"""
     top_logprobs: TopLogprobs | None = None
@@ -102,6 +125,8 @@ class GenerateDelta:
     """[new]"""
     logprobs: NDArray[np.float32]
     """[new] parallel to ``output_ids``."""
+    cached_tokens: int | None = None
+    """Of the prompt, when the engine has said it by now."""
 
 
 def encode_call(call: GenerateCall) -> bytes:
@@ -118,7 +143,7 @@ def call_pieces(call: GenerateCall) -> list[bytes]:
         "rid": call.rid,
         "sampling_params": _params(call),
         "return_logprob": True,
-        "logprob_start_len": -1,
+        "logprob_start_len": LOGPROB_START_LEN,
         "stream": call.stream,
         "routing_key": call.routing_key,
     }

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -141,6 +142,7 @@ async def measure(live: int, idle: int, seconds: float) -> dict[str, object]:
                 await crowd.open(live, load.chars_for(6500))
                 capacity = await saturate(crowd, 8)
                 crowd.latencies_s.clear()
+                gc.freeze()  # a full collection of this process would show up as latency of the server
                 await paced(crowd, capacity / 2, seconds)
                 end = server.rss_bytes()
         finally:

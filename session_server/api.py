@@ -12,10 +12,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from tollway.errors import TollwayError
+from tollway.router.targets import ANY
 from tollway.session_server.bodies import Body
 from tollway.session_server.calls import Call, other_body
 from tollway.session_server.config import ServerConfig
@@ -23,6 +25,7 @@ from tollway.session_server.conversation import Conversations
 from tollway.session_server.dialects.base import Dialect, ReplyNames, StreamWriter
 from tollway.session_server.dialects.messages import count_reply
 from tollway.session_server.families.base import Family
+from tollway.session_server.forest import Node
 from tollway.session_server.http import JSON, Receive, Send, error_headers, header, read_parts, send_reply
 from tollway.session_server.journal import Journal
 from tollway.session_server.matching import chain
@@ -30,6 +33,7 @@ from tollway.session_server.names import fresh
 from tollway.session_server.request import TurnDelta, TurnOutcome
 from tollway.session_server.session import Session
 from tollway.session_server.turn import Asked, Turns
+from tollway.session_server.wants import requested, want_of
 from tollway.telemetry import session_id
 
 __all__ = ["TurnApi"]
@@ -72,14 +76,20 @@ class TurnApi:
             return
         key = header(headers, b"idempotency-key") or None
         retry = (header(headers, b"x-stainless-retry-count") or "0") != "0"
-        # One body may be a request of two dialects, which are two calls.
+        versions = requested(headers)
+        want = want_of(session.settings, versions)
+        # One body may be a request of two dialects, or want other weights: these are two calls.
         digest = chain(dialect.name.encode(), body.digest())
+        if versions is not ANY:
+            digest = chain(digest, repr(versions).encode())
         call = session.calls.find(digest, key=key, retry=retry)
         if call is None and key is not None:
             call = await self._kept(session, digest, key)
         if call is None:
             names = ReplyNames(dialect.id_prefix + fresh(), int(time.time()))
             asked = await self._read(session, dialect, body, reply_id=names.reply_id, key=key)
+            if want is not ANY:
+                asked = replace(asked, want=want)
             # The same request may have arrived while the journal was asked.
             call = session.calls.find(digest, key=key, retry=retry)
         if call is None:
@@ -143,7 +153,7 @@ class TurnApi:
         async with aclosing(self._turns.run(job.session, asked, keep=keep)) as items:
             async for item in items:
                 if not isinstance(item, TurnDelta):
-                    call.on_delivery = _delivery(job.session, item)
+                    call.on_delivery = _delivery(partial(_nodes, job.session, item))
                     reply = render(item)
                     call.begin(200, JSON)
                     call.write(reply)
@@ -168,7 +178,7 @@ class TurnApi:
                 if isinstance(item, TurnDelta):
                     call.write(writer.delta(item))
                 else:
-                    call.on_delivery = _delivery(job.session, item)
+                    call.on_delivery = _delivery(partial(_nodes, job.session, item))
                     call.write(end or writer.end(item))
 
     async def _kept(self, session: Session, digest: bytes, key: str) -> Call | None:
@@ -177,16 +187,17 @@ class TurnApi:
         Its first bytes are the digest of the body that it answered. Raises ``BadRequest`` for another body.
         """
         rows = await self._journal.read(
-            "SELECT reply FROM turns WHERE session_id=? AND idempotency_key=? AND reply IS NOT NULL",
+            "SELECT number, reply FROM turns WHERE session_id=? AND idempotency_key=? AND reply IS NOT NULL",
             (session.session_id, key),
         )
         if not rows:
             return None
-        kept = cast(bytes, rows[0][0])
+        number, kept = cast("tuple[int, bytes]", rows[0])
         answered, reply = kept[: len(digest)], kept[len(digest) :]
         if answered != digest:
             raise other_body()
         call = Call(digest, key, reply.startswith(_EVENTS))
+        call.on_delivery = _delivery(partial(session.forest.choices, number))
         call.begin(200, _STREAM if call.streaming else JSON)
         call.write(reply)
         call.finish()
@@ -267,13 +278,20 @@ def _write_error(job: _Job, writer: StreamWriter | None, error: TollwayError) ->
         call.write(job.dialect.error(error))
 
 
-def _delivery(session: Session, outcomes: Sequence[TurnOutcome]) -> Callable[[bool], None]:
-    numbers = [outcome.number for outcome in outcomes]
+def _nodes(session: Session, outcomes: Sequence[TurnOutcome]) -> list[Node]:
+    """Nodes of a reply that are in memory."""
+    nodes = session.forest.nodes
+    return [nodes[outcome.number] for outcome in outcomes if outcome.number in nodes]
+
+
+def _delivery(nodes: Callable[[], Sequence[Node]]) -> Callable[[bool], None]:
+    """Notes at a reply's nodes whether any of its clients got it whole; one is enough, whatever comes later."""
+    got = False
 
     def told(whole: bool) -> None:
-        for number in numbers:
-            node = session.forest.nodes.get(number)
-            if node is not None:
-                node.delivered = whole
+        nonlocal got
+        got = got or whole
+        for node in nodes():
+            node.delivered = got
 
     return told

@@ -24,7 +24,7 @@ from tollway.session_server.dialects.chat import CHAT
 from tollway.session_server.dialects.messages import MESSAGES
 from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.gateway import Gateway
-from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, send_reply
+from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, found, send_reply
 from tollway.session_server.openapi import dialect_components, dialect_paths
 from tollway.session_server.routes import router
 
@@ -160,5 +160,5 @@ def _hint(path: str) -> str:
 
 async def _render_validation_error(request: Request, error: Exception) -> Response:
     problems = error.errors() if isinstance(error, RequestValidationError) else []
-    words = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in problems)
+    words = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}{found(each)}" for each in problems)
     return await _render_error(request, BadRequest(words or "the request is not valid"))

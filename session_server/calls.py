@@ -41,7 +41,7 @@ class Call:
     task: asyncio.Task[None] | None = None
     clients: int = 0
     on_delivery: Callable[[bool], None] | None = None
-    """Told once whether a client got the whole reply."""
+    """Told of each client whether it got the whole reply, and once more when the reply ended without any."""
     failed: bool = False
     """The generation ended in an error; a retry runs anew."""
     _waiting: list[asyncio.Future[None]] = field(default_factory=list)
@@ -158,6 +158,8 @@ class CallBook:
         self._running.discard(call)
         if not call.finished:
             call.finish()
+        if call.clients <= 0 and call.on_delivery is not None:
+            call.on_delivery(False)
         if call.failed:
             if self._by_body.get(call.digest) is call:
                 del self._by_body[call.digest]

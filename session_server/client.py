@@ -66,6 +66,13 @@ class SessionOptions:
     min_version: PolicyVersion | None = None
     """Oldest weights that may serve it; calls are refused until some engine has them."""
     exact_version: PolicyVersion | None = None
+    """The only weights that may serve it; a refit of an engine that has them waits a while for the session's end."""
+    model: str = ""
+    """Name of a model in the fleet; by default the policy."""
+    parent_id: str = ""
+    """Session that started this one: both then live on one engine."""
+    priority: int = 0
+    """Higher ones are first wherever calls wait."""
     branches: Literal["all", "main"] = "all"
     """Which leaves the export has: all, or of each conversation with tools the one that was continued last."""
     side_requests: Literal["mark", "train", "drop"] | None = None
@@ -78,6 +85,9 @@ class SessionOptions:
         said = {
             "min_version": self.min_version,
             "exact_version": self.exact_version,
+            "model": self.model or None,
+            "parent_id": self.parent_id or None,
+            "priority": self.priority or None,
             "branches": None if self.branches == "all" else self.branches,
             "side_requests": self.side_requests,
         }
@@ -256,18 +266,32 @@ class SessionClient:
 
     # -- the fleet ---------------------------------------------------------------------------------
 
-    async def cache(self) -> Json:
-        """Prefix-cache figures: hit rate, ceiling, efficiency, waste by cause."""
-        return await self._call("GET", "/cache")
+    async def cache(self, *, sessions: int = 0) -> Json:
+        """Prefix-cache figures: hit rate, ceiling, efficiency, waste by cause; the most wasteful ``sessions``, too."""
+        return await self._call("GET", f"/cache?sessions={sessions}" if sessions else "/cache")
+
+    async def fleet(self) -> Json:
+        """``GET /engines``: every engine, the policy's version, and how long none has been ready."""
+        return await self._call("GET", "/engines")
 
     async def engines(self) -> tuple[Json, ...]:
-        """The fleet and its states."""
-        raw = (await self._call("GET", "/engines"))["engines"]
-        return tuple(cast("list[Json]", raw))
+        """The engines and their states."""
+        return tuple(cast("list[Json]", (await self.fleet())["engines"]))
 
-    async def add_engine(self, url: str) -> Json:
-        """Register an engine; it serves once its weight version is confirmed."""
-        return await self._call("POST", "/engines", {"url": url})
+    async def engine(self, engine_id: str) -> Json:
+        """One engine; ``exact_sessions`` and ``exact_calls`` are fixed to the version that it has."""
+        return await self._call("GET", f"/engines/{engine_id}")
+
+    async def add_engine(
+        self, url: str, *, model: str = "", max_in_flight: int | None = None, frozen: bool = False, stale: bool = False
+    ) -> Json:
+        """Register an engine; it serves once its weight version is confirmed. A known one is the same one.
+
+        ``model`` is its name in the fleet, empty for the policy. No trainer brings weights to a ``frozen`` one; a
+        ``stale`` one waits for them, whatever version it names.
+        """
+        body = {"url": url, "model": model, "max_in_flight": max_in_flight, "frozen": frozen, "stale": stale}
+        return await self._call("POST", "/engines", body)
 
     async def remove_engine(self, engine_id: str) -> None:
         """Forget an engine; its sessions move at their next call. Safe to call twice."""
@@ -278,9 +302,34 @@ class SessionClient:
         """No new session goes to the engine; its own go on."""
         return await self._call("POST", f"/engines/{engine_id}/drain", {})
 
-    async def refit(self, engine_id: str, version: PolicyVersion | None, *, flushed: bool) -> None:
-        """Tell the server, before the engine continues, that it was flushed, has a new version, or both."""
-        await self._call("POST", f"/engines/{engine_id}/refit", {"version": version, "flushed": flushed})
+    async def undrain_engine(self, engine_id: str) -> Json:
+        """The engine takes new sessions again."""
+        return await self._call("POST", f"/engines/{engine_id}/undrain", {})
+
+    async def refit(
+        self,
+        engine_id: str,
+        version: PolicyVersion | None,
+        *,
+        flushed: bool,
+        phase: Literal["paused", "resumed", "failed"] | None = None,
+        reason: str = "",
+    ) -> None:
+        """Tell the server, before the engine continues, that it was flushed, has a new version, is paused or failed."""
+        body = {"version": version, "flushed": flushed, "phase": phase, "reason": reason[:2000]}
+        await self._call("POST", f"/engines/{engine_id}/refit", body)
+
+    async def readiness(self) -> Json:
+        """``GET /readyz``: whether a turn can be served now, and what every engine is and why."""
+        url = f"{self.base_url}/readyz"
+        try:
+            async with self._http.get(url, headers=self._admin, timeout=self._timeout) as response:
+                body = await response.read()
+                if response.status not in (200, 503) or not body.startswith(b'{"ready"'):
+                    raise error_of(response.status, body, response.headers.get("retry-after"))
+                return object_of(body)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise self._lost(error) from error
 
     async def ready(self) -> bool:
         """Whether the server can serve a turn now."""

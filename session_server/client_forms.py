@@ -26,7 +26,7 @@ from tollway.errors import (
     WorkerDown,
 )
 from tollway.messages import Message, ToolCall, ToolSpec
-from tollway.records import Sampling
+from tollway.records import PolicyVersion, Sampling
 
 __all__ = [
     "ChatDelta",
@@ -64,6 +64,8 @@ class ChatReply:
     message: Message
     finish_reason: str
     usage: Usage
+    weight_versions: tuple[PolicyVersion, PolicyVersion] | None = None
+    """Of the first and the last sampled token; ``None``: the server did not say."""
     raw: Json = field(default_factory=dict, repr=False)
 
 
@@ -211,6 +213,7 @@ def parse_chat(raw: Json) -> ChatReply:
             ),
             finish_reason=str(choice["finish_reason"]),
             usage=_usage(cast(Json, raw["usage"])),
+            weight_versions=_versions(raw),
             raw=raw,
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -220,6 +223,12 @@ def parse_chat(raw: Json) -> ChatReply:
 def _call(raw: Json) -> ToolCall:
     function = cast("dict[str, str]", raw["function"])
     return ToolCall(str(raw["id"]), function["name"], function["arguments"])
+
+
+def _versions(raw: Json) -> tuple[PolicyVersion, PolicyVersion] | None:
+    said = cast(Json, cast(Json, raw.get("tollway") or {}).get("weight_versions") or {})
+    start, end = said.get("start"), said.get("end")
+    return (start, end) if isinstance(start, int) and isinstance(end, int) else None
 
 
 def _usage(raw: Json) -> Usage:
@@ -237,6 +246,7 @@ class StreamReader:
         self._calls: dict[int, dict[str, str]] = {}
         self._finish: str | None = None
         self._usage: Usage | None = None
+        self._versions: tuple[PolicyVersion, PolicyVersion] | None = None
         self._done = False
 
     def feed(self, data: bytes) -> Iterator[ChatDelta]:
@@ -259,7 +269,7 @@ class StreamReader:
             reasoning="".join(self._reasoning) or None,
             tool_calls=tuple(ToolCall(**call) for _, call in sorted(self._calls.items())),
         )
-        return ChatReply(message=message, finish_reason=self._finish, usage=self._usage)
+        return ChatReply(message=message, finish_reason=self._finish, usage=self._usage, weight_versions=self._versions)
 
     def _read(self, event: Json) -> Iterator[ChatDelta]:
         if "error" in event:
@@ -267,6 +277,7 @@ class StreamReader:
         try:
             if event.get("usage"):
                 self._usage = _usage(cast(Json, event["usage"]))
+            self._versions = _versions(event) or self._versions
             for choice in cast("list[Json]", event["choices"])[:1]:
                 delta = cast(Json, choice["delta"])
                 content, reasoning = str(delta.get("content") or ""), str(delta.get("reasoning_content") or "")
@@ -312,7 +323,14 @@ def error_of(status: int, body: bytes, retry_after: str | None) -> TollwayError:
     if code == ContextLengthExceeded.code:
         return ContextLengthExceeded(_int(inner, "prompt_tokens") or 0, _int(inner, "limit") or 0)
     if code == VersionNotReady.code:
-        return VersionNotReady(_int(inner, "wanted") or 0, _int(inner, "serving"))
+        found = inner.get("available")
+        available = tuple(each for each in found if isinstance(each, int)) if isinstance(found, list) else ()
+        return VersionNotReady(
+            _int(inner, "wanted") or 0,
+            _int(inner, "serving"),
+            exact=inner.get("exact") is True,
+            available=available,
+        )
     for name in errors.__all__:
         kind = getattr(errors, name)
         if kind.code == code and kind.__init__ in _PLAIN:

@@ -71,7 +71,14 @@ class FakeServer:
         self.config = ServerConfig.model_validate(
             {"journal": folder / "journal.sqlite", "port": 0, "engine_wait_s": 10.0, **(settings or {})}
         )
-        self._router_config = router or RouterConfig(probe_interval_s=0.2, probe_timeout_s=1.0, connect_timeout_s=1.0)
+        self._router_config = router or RouterConfig(
+            probe_interval_s=0.2,
+            probe_timeout_s=1.0,
+            connect_timeout_s=1.0,
+            version_wait_s=0.2,
+            busy_pause_s=0.3,
+            retry_pause_s=0.02,
+        )
         self._family = family
         self._own_engines = isinstance(engines, int)
         self._task: asyncio.Task[None] | None = None

@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
-from tollway.errors import WorkerDown
+from tollway.errors import TollwayError, WorkerDown
+from tollway.router.fleet import Membership
 from tollway.router.service import Router
 from tollway.session_server.merging import Json, merge_cache, merge_engines, merge_health, merge_ready
 from tollway.session_server.siblings import Siblings
@@ -37,6 +39,12 @@ class EngineState(_Body):
     id: str
     url: str
     drained: bool
+    model: str = ""
+    max_in_flight: int | None = None
+    frozen: bool = False
+    stale: bool = False
+    quarantined: str = ""
+    """Why its weights may not serve; only a trainer knows, so a worker that starts has to be told."""
 
 
 class FleetState(_Body):
@@ -44,6 +52,8 @@ class FleetState(_Body):
 
     engines: list[EngineState]
     next_number: int
+    policy_version: int | None = None
+    """Newest weights that a trainer told of."""
 
 
 class Fanout:
@@ -60,13 +70,19 @@ class Fanout:
     async def change(self, act: Callable[[], Awaitable[T]]) -> T:
         """Change the fleet on worker 0, then on all; answers when every worker has it.
 
-        A worker that could not be told is ``WorkerDown`` naming it; the same call again is safe.
+        A worker that could not be told is ``WorkerDown`` naming it; the same call again is safe. A change that is
+        refused here stays refused, whoever is down.
         """
         async with self._lock:
             try:
-                return await act()
-            finally:
-                self._all_told(await self._push())
+                result = await act()
+            except TollwayError:
+                # What an earlier call changed may not be everywhere yet: a repeated removal finds nothing here.
+                for error in await self._push():
+                    logger.warning("%s", error)
+                raise
+            self._all_told(await self._push())
+            return result
 
     async def everywhere(self, path: str, body: Json, act: Callable[[], T], *, alone: bool) -> T:
         """The same admin ``POST`` on every worker, here first. Fails as ``change`` does."""
@@ -79,8 +95,17 @@ class Fanout:
     def state(self) -> FleetState:
         """The fleet as this worker has it."""
         fleet = self._router.fleet
-        engines = [EngineState(id=each.id, url=each.url, drained=each.drained) for each in fleet.engines.values()]
-        return FleetState(engines=engines, next_number=fleet.next_number)
+        engines = [
+            EngineState(
+                id=each.id,
+                url=each.url,
+                drained=each.drained,
+                quarantined=each.health.quarantine_reason,
+                **asdict(each.membership),
+            )
+            for each in fleet.engines.values()
+        ]
+        return FleetState(engines=engines, next_number=fleet.next_number, policy_version=fleet.policy.version)
 
     async def take(self, state: FleetState) -> None:
         """Make the fleet here what worker 0 says that it is."""
@@ -101,9 +126,8 @@ class Fanout:
                     continue
                 await self._apply(FleetState.model_validate(raw))
                 break
-            if crew.index == 0:
-                for error in await self._push():
-                    logger.info("%s", error)  # it asks when it starts
+            if crew.index == 0 and (away := await self._push()):
+                logger.info("%d other workers are not there yet: each takes the fleet over as it starts", len(away))
 
     async def _push(self) -> list[WorkerDown]:
         if self._siblings.crew.alone:
@@ -116,10 +140,18 @@ class Fanout:
         for engine in list(fleet.engines.values()):
             if engine.id not in wanted or wanted[engine.id].url != engine.url:
                 await self._router.remove_engine(engine.id)
+        if fleet.policy.version is None:  # later ones come with every refit
+            fleet.policy.version = state.policy_version
         for each in state.engines:
-            engine = fleet.add(each.url, engine_id=each.id)
-            if each.drained and not engine.drained:
-                fleet.drain(engine)
+            known = each.id in fleet.engines
+            membership = Membership(
+                model=each.model, max_in_flight=each.max_in_flight, frozen=each.frozen, stale=each.stale
+            )
+            engine = fleet.add(each.url, engine_id=each.id, membership=membership)
+            if each.quarantined and not known:
+                engine.health.quarantine(each.quarantined)
+            if each.drained != engine.drained:
+                (fleet.drain if each.drained else fleet.undrain)(engine)
         fleet.next_number = max(fleet.next_number, state.next_number)
 
     @staticmethod
@@ -131,13 +163,21 @@ class Fanout:
 
     async def engines(self, *, alone: bool) -> Json:
         """``GET /engines``"""
-        mine: Json = {"engines": self._router.engines()}
+        fleet = self._router.fleet
+        mine: Json = {
+            "engines": self._router.engines(),
+            "policy_version": fleet.policy.version,
+            "down_s": round(fleet.down_s(), 3),
+            "rollout_down": fleet.rollout_down(),
+        }
         return mine if self._single(alone) else merge_engines(*await self._everybody("/engines", mine))
 
-    async def cache(self, *, alone: bool) -> Json:
-        """``GET /cache``"""
-        mine: Json = self._router.ledger.summary()
-        return mine if self._single(alone) else merge_cache(*await self._everybody("/cache", mine))
+    async def cache(self, *, sessions: int, alone: bool) -> Json:
+        """``GET /cache``, with the ``sessions`` most wasteful sessions."""
+        mine: Json = self._router.ledger.summary(sessions=sessions)
+        if self._single(alone):
+            return mine
+        return merge_cache(*await self._everybody(f"/cache?sessions={sessions}", mine), sessions=sessions)
 
     async def health(self, mine: Json, *, alone: bool) -> Json:
         """``GET /healthz``"""
@@ -145,9 +185,8 @@ class Fanout:
 
     async def ready(self, *, alone: bool) -> Json:
         """``GET /readyz``: whether every worker can serve a turn now."""
-        states = [(each["url"], each["state"], each["last_error"]) for each in self._router.engines()]
-        words = [f"{url} is {state}" + (f": {error}" if error else "") for url, state, error in states]
-        mine: Json = {"ready": self._router.ready, "engines": words}
+        fleet = self._router.fleet
+        mine: Json = {"ready": self._router.ready, "engines": fleet.words(), "fleet": fleet.report()}
         return mine if self._single(alone) else merge_ready(*await self._everybody("/readyz", mine))
 
     def _single(self, alone: bool) -> bool:

@@ -16,7 +16,8 @@ import orjson
 
 from tollway.messages import Message, ToolSpec
 from tollway.records import FinishReason, Ids, VersionSpan
-from tollway.router.cache_ledger import CallFacts
+from tollway.router.calls import Attempt
+from tollway.router.causes import CallFacts
 from tollway.router.wire import Prompt
 from tollway.session_server.matching import EMPTY, Digest, chain, message_key, tools_digest
 
@@ -85,8 +86,10 @@ class Node:
     versions: tuple[VersionSpan, ...]
     cached_tokens: int | None
     reply_id: str = ""
+    attempts: tuple[Attempt, ...] = ()
+    """Requests to engines, when it took more than one."""
     facts: CallFacts | None = None
-    """``None`` after a restart."""
+    """What the router knew of the call; ``None`` when nothing was kept of it."""
     children: int = 0
     delivered: bool = True
     """False once it is known that the client went before the reply reached it."""
@@ -251,6 +254,15 @@ class Forest:
     def by_reply(self, reply_id: str) -> Node | None:
         """The node whose reply had this id; of several choices the first."""
         return self._by_reply.get(reply_id)
+
+    def choices(self, number: int) -> list[Node]:
+        """The node and what its request got besides: several choices have consecutive numbers."""
+        found: list[Node] = []
+        node = self.nodes.get(number)
+        while node is not None and (not found or node.reason == "choice"):
+            found.append(node)
+            node = self.nodes.get(node.number + 1)
+        return found
 
     def leaves(self) -> Iterator[Node]:
         """Nodes without children, oldest first."""

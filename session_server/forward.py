@@ -1,7 +1,7 @@
 """Requests that reach the wrong worker go to the right one, as they are, both ways streamed.
 
-Wraps a worker's application. A session's id names its owner; a new session goes to the owner of its group,
-or to the workers in turn; changes of the fleet are made by worker 0, so that they have one order. What a
+Wraps a worker's application. A session's id names its owner; a new session goes to the owner of its parent or
+of its group, or to the workers in turn; changes of the fleet are made by worker 0, so that they have one order. What a
 sibling sent is never sent on, so there are no loops. Owns no state of sessions and reads no body but that of
 ``POST /sessions``. Depends on ``siblings``, ``auth`` and, for errors, the dialects.
 """
@@ -117,11 +117,13 @@ class Forwarder:
         return auth.is_admin(auth.credential(cast(Headers, scope["headers"])), self._admin_key)
 
     async def _create(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A new session, on the worker that its group has or on the next one that is up."""
+        """A new session, on the worker that its parent or its group has, or on the next one that is up."""
         body = await read_body(receive, self._max_body_bytes)
         if body is None:
             return
-        owners = self._owners(_group_in(body), header(cast(Headers, scope["headers"]), b"idempotency-key"))
+        group, parent = _relatives_in(body)
+        key = header(cast(Headers, scope["headers"]), b"idempotency-key")
+        owners = [parent] if parent is not None and parent < self._crew.size else self._owners(group, key)
         for owner in owners:
             again = _Replay(body, receive)
             if owner == self._crew.index:
@@ -257,16 +259,18 @@ def _creates(scope: Scope) -> bool:
     return scope["method"] == "POST" and scope["path"] == "/sessions"
 
 
-def _group_in(body: bytes) -> str:
-    """Group that a create names. What is wrong with the body is for the route to say."""
-    if b"group_id" not in body:
-        return ""
+def _relatives_in(body: bytes) -> tuple[str, int | None]:
+    """(group, worker of the parent) that a create names. What is wrong with the body is for the route to say."""
+    if b"group_id" not in body and b"parent_id" not in body:
+        return "", None
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError:
-        return ""
-    group = value.get("group_id") if isinstance(value, dict) else None
-    return group if isinstance(group, str) else ""
+        return "", None
+    if not isinstance(value, dict):
+        return "", None
+    group, parent = value.get("group_id"), value.get("parent_id")
+    return group if isinstance(group, str) else "", auth.worker_of(parent) if isinstance(parent, str) else None
 
 
 def _target(scope: Scope) -> URL:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from contextlib import AsyncExitStack
 
+from tollway.errors import BadRequest
 from tollway.router.config import RouterConfig
 from tollway.router.service import Router
 from tollway.session_server import auth
@@ -75,7 +77,8 @@ class Gateway:
         async with AsyncExitStack() as parts:
             parts.push_async_callback(self.journal.aclose)
             await self.journal.open()
-            self.router = await parts.enter_async_context(Router(self._router_config))
+            name = f"{socket.gethostname()}:{self.config.journal.absolute()}"[-200:]
+            self.router = await parts.enter_async_context(Router(self._router_config, server_name=name))
             if not self._engine_urls:
                 logger.warning("no engine given: turns are refused until one is added with POST /engines")
             for url in self._engine_urls:
@@ -85,6 +88,7 @@ class Gateway:
             self.store = SessionStore(self.config, self.journal, self.router, worker=self.crew.index)
             parts.push_async_callback(self.store.stop)
             await self.store.start()
+            await self.router.restored()
             turns = Turns(self.config, self.family, self.router, self.journal, boot=self.store.boot)
             self.api = TurnApi(self.config, self.family, turns, self.journal)
             sweeper = asyncio.get_running_loop().create_task(self.store.sweep(), name="session sweep")
@@ -121,6 +125,25 @@ class Gateway:
         if session.session_id != session_id:
             raise auth.refused()
         return session
+
+    def model_named(self, name: str) -> str:
+        """The model of the fleet that a new session names; "" for the policy. ``BadRequest`` for an unknown one."""
+        if name in ("", self.config.model_name):
+            return ""
+        known = {engine.model for engine in self.router.fleet.engines.values()} - {""}
+        if name not in known:
+            others = ", ".join([self.config.model_name, *sorted(known)])
+            raise BadRequest(
+                f"no engine serves model {name!r}; the fleet has {others} (engines are added with POST /engines)",
+                param="model",
+            )
+        return name
+
+    async def parent_named(self, session_id: str) -> str:
+        """The session that a new one names as its parent. ``BadRequest`` when this server has none of that id."""
+        if session_id and await self.store.token_hash(session_id) is None:
+            raise BadRequest(f"parent_id {session_id[:80]!r} is no session of this server", param="parent_id")
+        return session_id
 
     def is_admin(self, token: str | None) -> bool:
         """Whether this is the admin key."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import cast
 
 import orjson
@@ -24,6 +24,7 @@ __all__ = [
     "Send",
     "error_body",
     "error_headers",
+    "found",
     "header",
     "read_body",
     "read_parts",
@@ -79,6 +80,15 @@ async def send_reply(send: Send, status: int, body: bytes, headers: Headers = JS
     await send({"type": "http.response.body", "body": body})
 
 
+def found(problem: Mapping[str, object]) -> str:
+    """What pydantic found where it wanted something else, for the end of an error text."""
+    loc = cast("Sequence[object]", problem.get("loc", ()))
+    # Of headers nothing is shown: they hold keys. What is missing has the whole body as its input.
+    if "header" in loc or problem.get("type") in ("missing", "json_invalid"):
+        return ""
+    return f", found {repr(problem.get('input'))[:80]}"
+
+
 def error_body(error: TollwayError) -> bytes:
     """The error object that OpenAI-style clients read."""
     inner: dict[str, object] = {
@@ -91,7 +101,12 @@ def error_body(error: TollwayError) -> bytes:
     if isinstance(error, ContextLengthExceeded):
         inner |= {"prompt_tokens": error.prompt_tokens, "limit": error.limit}
     if isinstance(error, VersionNotReady):
-        inner |= {"wanted": error.wanted, "serving": error.serving}
+        inner |= {
+            "wanted": error.wanted,
+            "exact": error.exact,
+            "serving": error.serving,
+            "available": error.available,
+        }
     return orjson.dumps({"error": inner})
 
 

@@ -250,7 +250,7 @@ class Journal:
             return [(job, None) for job in jobs]
         if len(jobs) == 1:
             logger.error("journal %s: %s", self.path, error)
-            return [(jobs[0], JournalError(f"the turn could not be written to the journal: {error}"))]
+            return [(jobs[0], JournalError(f"nothing was written to journal {self.path.name}: {error}"))]
         # One bad write must not take its neighbours with it.
         return [result for job in jobs for result in self._commit(connection, [job])]
 

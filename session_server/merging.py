@@ -6,9 +6,7 @@ anew from the sums. Depends on the ledger's figures.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import cast
 
 from tollway.router.cache_ledger import CacheFigures
@@ -17,8 +15,13 @@ __all__ = ["Json", "merge_cache", "merge_engines", "merge_health", "merge_ready"
 
 Json = Mapping[str, object]
 Answers = Mapping[int, Json]
-_SUMS = ("sessions", "resident_tokens", "in_flight", "failures")
-_BEST_LAST = ("lost", "joining", "synced", "paused", "draining", "serving")
+_SUMS = (
+    *("sessions", "resident_tokens", "reserved_tokens", "in_flight", "waiting", "failures"),
+    *("exact_sessions", "exact_calls"),
+)
+_BEST_LAST = ("quarantined", "lost", "joining", "synced", "paused", "draining", "serving")
+_OF_STATE = ("state", "reason", "last_error")
+"""What goes with a state, and comes from the worker that finds the engine in it."""
 
 
 def merge_engines(answers: Answers, down: list[int]) -> Json:
@@ -27,12 +30,20 @@ def merge_engines(answers: Answers, down: list[int]) -> Json:
     for index, answer in answers.items():
         for row in cast("list[dict[str, object]]", answer["engines"]):
             rows.setdefault(str(row["id"]), {})[index] = row
-    return {"engines": [_engine(by_worker) for by_worker in rows.values()], "workers_down": down}
+    told = [cast(int, version) for a in answers.values() if (version := a.get("policy_version")) is not None]
+    return {
+        "engines": [_engine(by_worker) for by_worker in rows.values()],
+        "policy_version": max(told, default=None),
+        # One worker that has an engine is enough to go on.
+        "rollout_down": min((str(answer.get("rollout_down", "")) for answer in answers.values()), default=""),
+        "down_s": min((cast(float, answer.get("down_s", 0.0)) for answer in answers.values()), default=0.0),
+        "workers_down": down,
+    }
 
 
 def _engine(rows: Mapping[int, dict[str, object]]) -> dict[str, object]:
     worst = min(rows.values(), key=lambda row: _rank(str(row["state"])))
-    merged = {**next(iter(rows.values())), "state": worst["state"], "last_error": worst["last_error"]}
+    merged = {**next(iter(rows.values())), **{name: worst[name] for name in _OF_STATE if name in worst}}
     for name in _SUMS:
         said = [cast(int, row[name]) for row in rows.values() if name in row]
         if said:
@@ -49,28 +60,35 @@ def _rank(state: str) -> int:
     return _BEST_LAST.index(state) if state in _BEST_LAST else -1
 
 
-def merge_cache(answers: Answers, down: list[int]) -> Json:
-    """Figures of all workers together, overall and per engine."""
-    engines: dict[str, list[Json]] = {}
-    for answer in answers.values():
-        for engine_id, figures in cast("dict[str, Json]", answer["engines"]).items():
-            engines.setdefault(engine_id, []).append(figures)
-    return {
+def merge_cache(answers: Answers, down: list[int], *, sessions: int = 0) -> Json:
+    """Figures of all workers together: overall, per engine and model, and the most wasteful ``sessions``."""
+    merged: dict[str, object] = {
         **_sum(answers.values()).summary(),
-        "engines": {engine_id: _sum(each).summary() for engine_id, each in sorted(engines.items())},
+        **{kind: _by_name(answers.values(), kind) for kind in ("engines", "models")},
         "workers_down": down,
     }
+    if sessions:
+        listed = [each for answer in answers.values() for each in cast("list[Json]", answer.get("sessions", []))]
+        merged["sessions"] = sorted(listed, key=_worst_first)[:sessions]
+    return merged
+
+
+def _by_name(answers: Iterable[Json], kind: str) -> Json:
+    found: dict[str, list[Json]] = {}
+    for answer in answers:
+        for name, figures in cast("dict[str, Json]", answer[kind]).items():
+            found.setdefault(name, []).append(figures)
+    return {name: _sum(each).summary() for name, each in sorted(found.items())}
+
+
+def _worst_first(session: Json) -> tuple[int, str]:
+    return -cast(int, session["wasted_tokens"]), str(session["session_id"])
 
 
 def _sum(summaries: Iterable[Json]) -> CacheFigures:
     total = CacheFigures()
     for summary in summaries:
-        for field in fields(CacheFigures):
-            if field.name in summary and field.name not in ("waste", "useful_tokens"):
-                setattr(total, field.name, getattr(total, field.name) + summary[field.name])
-        useful = summary["wasted_tokens"]
-        total.useful_tokens += cast(int, summary["possible_tokens"]) - cast(int, useful)
-        total.waste += Counter(cast("dict[str, int]", summary["waste"]))
+        total.include(summary)
     return total
 
 
@@ -88,4 +106,12 @@ def merge_ready(answers: Answers, down: list[int]) -> Json:
     """Ready when every worker is; what each engine is, in every worker's words."""
     words = {word: None for answer in answers.values() for word in cast("list[str]", answer["engines"])}
     ready = not down and all(answer["ready"] is True for answer in answers.values())
-    return {"ready": ready, "engines": [*words, *(f"worker {index} is down" for index in down)]}
+    by_id: dict[str, dict[int, dict[str, object]]] = {}
+    for index, answer in answers.items():
+        for row in cast("list[dict[str, object]]", answer.get("fleet", [])):
+            by_id.setdefault(str(row["id"]), {})[index] = row
+    return {
+        "ready": ready,
+        "engines": [*words, *(f"worker {index} is down" for index in down)],
+        "fleet": [_engine(rows) for rows in by_id.values()],
+    }

@@ -25,6 +25,18 @@ _IDEMPOTENCY_KEY: Json = {
     "description": "The same key and body give the same reply again, without a second generation.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255, "pattern": "^[!-~]+$"},
 }
+_VERSIONS: list[Json] = [
+    {
+        "name": name,
+        "in": "header",
+        "description": f"{words} that may serve the call; 409 when no engine has it within router.version_wait_s.",
+        "schema": {"type": "integer", "minimum": 0, "maximum": 10**18 - 1},
+    }
+    for name, words in (
+        ("X-Tollway-Min-Version", "Oldest weight version"),
+        ("X-Tollway-Exact-Version", "The only weight version"),
+    )
+]
 _FAILURES = {
     "400": "The request can never succeed as it stands; the message names the field.",
     "401": "No valid session token. Unknown and foreign sessions answer the same.",
@@ -35,7 +47,7 @@ _FAILURES = {
     "499": "The client went away or the session was deleted while the engine was generating.",
     "500": "A fault of this server; its log says more.",
     "502": "The engine answered something that cannot be recorded as truth.",
-    "503": "No engine can take the call now.",
+    "503": "No engine can take the call now, or the one that had it was lost or has no room.",
     "507": "The journal cannot be written; nothing was recorded.",
 }
 _DIALECTS = (
@@ -55,7 +67,7 @@ def dialect_paths() -> dict[str, object]:
     for prefix in ("", _PREFIX):
         for path, name, title, asked, answered, failed in _DIALECTS:
             operation = _operation(f"{name}{_suffix(prefix)}", title, asked, answered, failed)
-            operation["parameters"] = [*_parameters(prefix), _IDEMPOTENCY_KEY]
+            operation["parameters"] = [*_parameters(prefix), _IDEMPOTENCY_KEY, *_VERSIONS]
             _stream(operation)
             paths[prefix + path] = {"post": operation}
         count = _operation(

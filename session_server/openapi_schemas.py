@@ -85,6 +85,9 @@ def _message(role: Json, content: Json, required: str = "role", **more: object) 
 
 # -- Chat Completions -------------------------------------------------------------------------------
 
+_VERSION = {"type": "integer", "minimum": 0}
+_OURS = _object("weight_versions", weight_versions=_object("start end", start=_VERSION, end=_VERSION))
+"""What replies say beyond their dialect."""
 _CHAT: Schemas = {
     "TextPart": _object("type text", type=_is("text", "input_text", "output_text"), text=_TEXT),
     "RefusalPart": _object("type refusal", type=_is("refusal"), refusal=_TEXT),
@@ -194,6 +197,7 @@ _CHAT: Schemas = {
     "ChatCompletion": _object(
         "id object created model choices usage",
         id={"type": "string", "pattern": "^chatcmpl-"},
+        tollway=_OURS,
         object=_is("chat.completion"),
         created={"type": "integer"},
         model=_TEXT,
@@ -358,6 +362,7 @@ _RESPONSES: Schemas = {
     "Response": _object(
         "id object created_at status model output tools tool_choice parallel_tool_calls usage",
         id={"type": "string", "pattern": "^resp_"},
+        tollway=_OURS,
         object=_is("response"),
         created_at={"type": "integer"},
         status=_is("completed", "incomplete"),
@@ -481,6 +486,7 @@ _MESSAGES: Schemas = {
     "AnthropicMessage": _object(
         "id type role model content stop_reason stop_sequence usage",
         id={"type": "string", "pattern": "^msg_"},
+        tollway=_OURS,
         type=_is("message"),
         role=_is("assistant"),
         model=_TEXT,

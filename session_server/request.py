@@ -7,7 +7,7 @@ kernel and the families' records.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -15,7 +15,7 @@ from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.records import TurnRecord
 from tollway.session_server.families.base import RenderOptions
 
-__all__ = ["AUTO", "ToolChoice", "TurnDelta", "TurnOutcome", "Wish"]
+__all__ = ["AUTO", "ToolChoice", "TurnDelta", "TurnOutcome", "Wish", "weight_versions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +92,14 @@ class TurnOutcome:
     finish_reason: str
     """``stop``, ``length`` or ``tool_calls``."""
     record: TurnRecord
+
+
+def weight_versions(outcomes: Sequence[TurnOutcome]) -> dict[str, object]:
+    """What every reply says of the weights that sampled it: of its first token and of its last."""
+    spans = [outcome.record.versions for outcome in outcomes if outcome.record.versions]
+    return {
+        "weight_versions": {
+            "start": min((each[0].version for each in spans), default=None),
+            "end": max((each[-1].version for each in spans), default=None),
+        }
+    }

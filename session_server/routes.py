@@ -7,15 +7,17 @@ rest is for the admin key only, health and metrics are open on loopback. Depends
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, cast
 
 import orjson
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tollway.errors import BadRequest, NotFound
-from tollway.router.fleet import Engine
+from tollway.router.fleet import Engine, Membership
+from tollway.router.targets import Wanted
+from tollway.router.versions import narrowed
 from tollway.session_server import auth
 from tollway.session_server.columns import pack_rows, rows_to_json
 from tollway.session_server.config import ServerConfig
@@ -23,7 +25,7 @@ from tollway.session_server.export import ExportFacts, ExportPolicy, export_rows
 from tollway.session_server.fanout import FLEET_PATH, FleetState
 from tollway.session_server.forward import from_sibling
 from tollway.session_server.gateway import Gateway
-from tollway.session_server.http import header, read_body
+from tollway.session_server.http import found, header, read_body
 from tollway.session_server.journal import Read
 from tollway.session_server.metrics import metrics_text
 from tollway.session_server.rows import TURN_COLUMNS, turn_from_row
@@ -68,6 +70,10 @@ class CreateBody(_Body):
     model: str = ""
     task_id: str = ""
     group_id: str = ""
+    parent_id: str = ""
+    """Open or closed session of this server that started this one; both then live on one engine."""
+    priority: int = Field(default=0, ge=-1000, le=1000)
+    """Higher ones are first wherever calls wait."""
     ttl_s: float | None = Field(default=None, gt=0, le=31_536_000)
     sampling: SamplingBody = SamplingBody()
     min_version: int | None = Field(default=None, ge=0)
@@ -91,6 +97,14 @@ class EngineBody(_Body):
     """``POST /engines``"""
 
     url: str
+    model: str = Field(default="", max_length=200)
+    """Name of its model in the fleet; empty for the policy."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Calls that it may run at once."""
+    frozen: bool = False
+    """No trainer brings it weights: it serves with the version that it has."""
+    stale: bool = False
+    """Its weights are those that it was started with: it waits for newer ones where a trainer brings any."""
 
 
 class RefitBody(_Body):
@@ -99,6 +113,10 @@ class RefitBody(_Body):
     version: int | None = Field(ge=0)
     """``None``: it was flushed and has the weights that it had."""
     flushed: bool
+    phase: Literal["paused", "resumed", "failed"] | None = None
+    """It generates nothing, goes on at once, or holds half-loaded weights and takes no call until it has whole ones."""
+    reason: str = Field(default="", max_length=2000)
+    """Why it failed."""
 
 
 def gateway_of(request: Request) -> Gateway:
@@ -177,8 +195,11 @@ async def _create(gateway: Gateway, body: CreateBody, origin: str) -> bytes:
     sampling = {
         name: value for name, value in body.sampling.model_dump(exclude_unset=True).items() if value is not None
     }
+    narrowed(Wanted(minimum=body.min_version), Wanted(exact=body.exact_version))
     settings = Settings(
-        model=body.model,
+        model=gateway.model_named(body.model),
+        parent_id=await gateway.parent_named(body.parent_id),
+        priority=body.priority,
         sampling=sampling,
         min_version=body.min_version,
         exact_version=body.exact_version,
@@ -259,25 +280,25 @@ async def delete(session_id: str, gateway: Admin) -> Response:
 @router.get("/sessions/{session_id}/v1/models")
 async def session_models(request: Request, session: Owned) -> Response:
     """The one model of a session, as both OpenAI's and Anthropic's clients read it."""
-    return _models(gateway_of(request))
+    return _models(session.settings.model or gateway_of(request).config.model_name)
 
 
 @router.get("/sessions/{session_id}/v1/models/{name:path}")
 async def session_model(name: str, session: Owned) -> Response:
     """A model by name; requests may name anything."""
-    return _json(_model(name))
+    return _json(_model(_named(name)))
 
 
 @router.get("/v1/models")
 async def models(request: Request, gateway: Anyone) -> Response:
     """The same for harnesses that cannot set a path."""
-    return _models(gateway)
+    return _models(gateway.config.model_name)
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, gateway: Anyone) -> Response:
     """The same for harnesses that cannot set a path."""
-    return _json(_model(name))
+    return _json(_model(_named(name)))
 
 
 # -- fleet ------------------------------------------------------------------------------------------
@@ -289,13 +310,23 @@ async def engines(request: Request, gateway: Admin) -> Response:
     return _json(await gateway.fanout.engines(alone=from_sibling(request.scope)))
 
 
+@router.get("/engines/{engine_id}")
+async def engine(request: Request, engine_id: str, gateway: Admin) -> Response:
+    """One engine, with the sessions and calls that are fixed to the version that it has now."""
+    gateway.router.fleet.get(engine_id)
+    listed = (await gateway.fanout.engines(alone=from_sibling(request.scope)))["engines"]
+    return _json(next(each for each in cast("list[dict[str, object]]", listed) if each["id"] == engine_id))
+
+
 @router.post("/engines", status_code=201)
 async def add_engine(request: Request, gateway: Admin) -> Response:
     """Register an engine; it serves once its weight version is confirmed."""
     body = await _body(request, gateway, EngineBody)
 
+    membership = Membership(model=body.model, max_in_flight=body.max_in_flight, frozen=body.frozen, stale=body.stale)
+
     async def add() -> Engine:
-        return gateway.router.add_engine(body.url)
+        return gateway.router.add_engine(body.url, membership)
 
     return _json((await gateway.fanout.change(add)).describe(), status=201)
 
@@ -317,6 +348,18 @@ async def drain_engine(engine_id: str, gateway: Admin) -> Response:
     return _json((await gateway.fanout.change(drain)).describe())
 
 
+@router.post("/engines/{engine_id}/undrain")
+async def undrain_engine(engine_id: str, gateway: Admin) -> Response:
+    """Send it new sessions again."""
+
+    async def undrain() -> Engine:
+        engine = gateway.router.fleet.get(engine_id)
+        gateway.router.fleet.undrain(engine)
+        return engine
+
+    return _json((await gateway.fanout.change(undrain)).describe())
+
+
 @router.post("/engines/{engine_id}/refit")
 async def refit(request: Request, engine_id: str, gateway: Admin) -> Response:
     """An empty cache, new weights, or both; called before the engine continues."""
@@ -324,16 +367,22 @@ async def refit(request: Request, engine_id: str, gateway: Admin) -> Response:
     engine = await gateway.fanout.everywhere(
         f"/engines/{engine_id}/refit",
         body.model_dump(),
-        lambda: gateway.router.note_refit(engine_id, body.version, flushed=body.flushed),
+        lambda: gateway.router.note_refit(
+            engine_id, body.version, flushed=body.flushed, phase=body.phase, reason=body.reason
+        ),
         alone=from_sibling(request.scope),
     )
     return _json(engine.describe())
 
 
 @router.get("/cache")
-async def cache(request: Request, gateway: Admin) -> Response:
-    """Hit rate, ceiling, efficiency, waste by cause; per engine and overall."""
-    return _json(await gateway.fanout.cache(alone=from_sibling(request.scope)))
+async def cache(
+    request: Request,
+    gateway: Admin,
+    sessions: Annotated[int, Query(ge=0, le=64, description="How many of the most wasteful sessions to list")] = 0,
+) -> Response:
+    """Hit rate, ceiling, efficiency, waste by cause; overall, per engine and per model."""
+    return _json(await gateway.fanout.cache(sessions=sessions, alone=from_sibling(request.scope)))
 
 
 @router.get(FLEET_PATH, include_in_schema=False)
@@ -391,7 +440,7 @@ async def _body(request: Request, gateway: Gateway, model: type[_M]) -> _M:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where or 'body'}: {first['msg']}", param=where or None) from None
+        raise BadRequest(f"{where or 'body'}: {first['msg']}{found(first)}", param=where or None) from None
 
 
 def _export(read: Read, session: Session, config: ServerConfig, kind: str) -> bytes:
@@ -427,14 +476,19 @@ def _json(value: object, *, status: int = 200) -> Response:
     return Response(orjson.dumps(value), status_code=status, media_type="application/json")
 
 
-def _models(gateway: Gateway) -> Response:
-    name = gateway.config.model_name
+def _models(name: str) -> Response:
     return _json({"object": "list", "data": [_model(name)], "first_id": name, "last_id": name, "has_more": False})
 
 
 def _model(name: str) -> dict[str, object]:
     openai = {"id": name, "object": "model", "created": 0, "owned_by": "tollway"}
     return {**openai, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _named(name: str) -> str:
+    if not name:
+        raise NotFound("no model without a name; GET the same path without its last slash for the list")
+    return name
 
 
 def _origin(request: Request, gateway: Gateway) -> str:

@@ -22,7 +22,8 @@ from tollway.records import (
     TurnRecord,
     VersionSpan,
 )
-from tollway.router.cache_ledger import CallFacts
+from tollway.router.calls import Attempt
+from tollway.router.causes import CallFacts
 from tollway.router.wire import ids_json
 from tollway.session_server.forest import Forest, Node
 from tollway.session_server.journal import Row, Statement
@@ -30,6 +31,7 @@ from tollway.session_server.session import Card, Outcome, Session, SessionState,
 
 __all__ = [
     "CARD_COLUMNS",
+    "EXACT_OPEN",
     "NODE_COLUMNS",
     "SESSION_COLUMNS",
     "TURN_COLUMNS",
@@ -42,12 +44,18 @@ __all__ = [
     "outcome_update",
     "session_from_row",
     "session_insert",
+    "settings_from_row",
     "turn_from_row",
     "turn_insert",
 ]
 
 SESSION_COLUMNS = "id, token_hash, state, task_id, group_id, created_at, expires_at, settings, outcome"
 CARD_COLUMNS = "id, token_hash, expires_at"
+EXACT_OPEN = (
+    "SELECT id, settings FROM sessions WHERE state='open' AND json_extract(CAST(settings AS TEXT), '$.exact_version') "
+    "IS NOT NULL"
+)
+"""Open sessions that are fixed to one weight version."""
 _BLOBS = "suffix, sampled, logprobs, meta, messages, routes, extras"
 _SIZES = "+".join(f"coalesce(length({name}),0)" for name in _BLOBS.split(", "))
 NODE_COLUMNS = f"number, parent, reason, digests, suffix, sampled, meta, reply_id, superseded, overflowed, {_SIZES}"
@@ -107,6 +115,12 @@ def session_from_row(row: Row, *, call_ids: bool) -> Session:
     )
 
 
+def settings_from_row(row: Row) -> tuple[str, Settings]:
+    """(session id, settings) of a row of ``EXACT_OPEN``."""
+    session_id, settings = row
+    return cast(str, session_id), Settings(**orjson.loads(cast(bytes, settings)))
+
+
 def card_from_row(row: Row, *, used_at: float) -> tuple[str, Card]:
     """(session id, card) of an open session."""
     session_id, token_hash, expires_at = row
@@ -144,6 +158,7 @@ def turn_insert(session_id: str, node: Node, record: TurnRecord, insert: TurnIns
         "started_at": record.started_at,
         "ended_at": record.ended_at,
         "routes": [routes.start, *routes.ids.shape, routes.ids.dtype.itemsize] if routes is not None else None,
+        "attempts": [[each.rid, each.engine_name, each.why] for each in node.attempts] or None,
         "facts": node.facts,
         "boot": insert.boot,
     }
@@ -178,7 +193,7 @@ def node_from_row(row: Row, nodes: Mapping[int, Node], *, boot: str) -> tuple[No
         np.frombuffer(cast(bytes, sampled), np.int32),
     )
     above = nodes[cast(int, parent)] if parent is not None else None
-    known = facts["facts"] if facts["boot"] == boot else None
+    known = facts["facts"]
     named = _digests(digests)
     node = Node(
         number=cast(int, number),
@@ -193,7 +208,8 @@ def node_from_row(row: Row, nodes: Mapping[int, Node], *, boot: str) -> tuple[No
         versions=tuple(VersionSpan(*span) for span in facts["versions"]),
         cached_tokens=facts["cached_tokens"],
         reply_id=cast(str, reply_id),
-        facts=CallFacts(**known) if known is not None else None,
+        attempts=tuple(Attempt(*each) for each in facts.get("attempts") or ()),
+        facts=CallFacts(**{**known, "earlier_run": facts["boot"] != boot}) if known is not None else None,
         superseded=bool(superseded),
         overflowed=bool(overflowed),
         request_digest=named["request_digest"],

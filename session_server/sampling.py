@@ -43,7 +43,7 @@ def sampling_of(
         asked, fixed = getattr(wish, name), getattr(base, name)
         used[name] = fixed if asked is None or name in own else asked
         session.tally.sampling_overridden += int(asked is not None and asked != used[name])
-    limit = config.context_length or router.context_length()
+    limit = config.context_length or router.context_length(session.settings.model)
     room = limit - prompt_tokens if limit is not None else None
     if limit is not None and room is not None and room < 1:
         raise ContextLengthExceeded(prompt_tokens, limit)

@@ -30,6 +30,11 @@ class Settings:
     """What the creator of a session fixed."""
 
     model: str = ""
+    """Name of a model in the fleet; "" is the policy. A session has one for its life."""
+    parent_id: str = ""
+    """Session that started this one: both live on one engine, where they share what the cache holds."""
+    priority: int = 0
+    """Higher ones are first wherever calls wait."""
     sampling: Mapping[str, object] = field(default_factory=dict)
     """Sampling fields that were set. They win over what a harness asks for: the trainer scores with them."""
     min_version: int | None = None
@@ -155,6 +160,8 @@ class Session:
             "created_at": self.created_at,
             "expires_at": self.expires_at,
             "model": self.settings.model,
+            "parent_id": self.settings.parent_id,
+            "priority": self.settings.priority,
             "metadata": self.settings.metadata,
             "reward": self.outcome.reward if self.outcome else None,
             "error": self.outcome.error if self.outcome else None,
@@ -170,6 +177,7 @@ class Session:
 
 
 def _describe(node: Node) -> dict[str, object]:
+    attempts = [[each.rid, each.engine_name, each.why] for each in node.attempts]
     return {
         "number": node.number,
         "parent": node.parent.number if node.parent else None,
@@ -184,4 +192,5 @@ def _describe(node: Node) -> dict[str, object]:
         "engine_kinds": sorted({span.kind for span in node.versions if span.kind}),
         "superseded": node.superseded,
         "overflowed": node.overflowed,
+        **({"attempts": attempts} if attempts else {}),
     }

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import cast
 
 from tollway.errors import BadRequest, CapacityExceeded, Conflict, JournalError, RequestAborted, ServerStopping
-from tollway.heap import give_back
+from tollway.heap import collect_if_due, give_back
 from tollway.router.service import Router
 from tollway.session_server import auth, metrics
 from tollway.session_server.config import ServerConfig
@@ -27,6 +27,7 @@ from tollway.session_server.forest import Forest
 from tollway.session_server.journal import Journal, Read
 from tollway.session_server.rows import (
     CARD_COLUMNS,
+    EXACT_OPEN,
     NODE_COLUMNS,
     SESSION_COLUMNS,
     card_from_row,
@@ -34,6 +35,7 @@ from tollway.session_server.rows import (
     outcome_update,
     session_from_row,
     session_insert,
+    settings_from_row,
 )
 from tollway.session_server.session import Card, Outcome, Session, Settings, Tally
 
@@ -75,6 +77,8 @@ class SessionStore:
         """Take over the open sessions of the journal."""
         rows = await self._journal.read(f"SELECT {CARD_COLUMNS} FROM sessions WHERE state='open'")  # noqa: S608
         self._open = dict(card_from_row(row, used_at=time.time()) for row in rows)
+        for row in await self._journal.read(EXACT_OPEN):
+            _hold(self._router, *settings_from_row(row))
         metrics.SESSIONS.set(len(self._open))
         if rows:
             logger.info("%d open sessions taken over from %s", len(rows), self._journal.path)
@@ -90,6 +94,8 @@ class SessionStore:
             if unloaded >= _TRIM_AFTER:
                 unloaded = 0
                 await asyncio.to_thread(give_back)
+            if not any(session.busy for session in self._loaded.values()):
+                collect_if_due()
 
     async def expire(self, now: float) -> None:
         """Close the sessions whose time is over at ``now``, in Unix seconds."""
@@ -134,7 +140,7 @@ class SessionStore:
     def _unload(self, session_id: str) -> None:
         session, card = self._loaded.pop(session_id), self._open[session_id]
         card.tally = session.tally if session.tally else None
-        self._router.ledger.rest(session_id)
+        self._router.rest_session(session_id)
         # Replies know their session: without this only a full collection would free it.
         session.calls.forget()
 
@@ -190,6 +196,7 @@ class SessionStore:
             self._open.pop(session_id, None)
             self._loaded.pop(session_id, None)
             raise
+        _hold(self._router, session_id, settings)
         metrics.SESSIONS.set(len(self._open))
         return session, token
 
@@ -247,7 +254,7 @@ class SessionStore:
             await session.calls.cancel_all(RequestAborted(why))
             self._forget(session.session_id)
             self._remember(session)
-            self._router.table.release(session.session_id)
+            self._router.close_session(session.session_id)
             metrics.SESSIONS.set(len(self._open))
         await self._journal.write(("UPDATE sessions SET state='closed' WHERE id=?", (session.session_id,)))
 
@@ -312,7 +319,7 @@ class SessionStore:
                 session.state, session.tally = "open", card.tally or Tally()
                 card.used_at = time.time()  # who waits for it must find it in memory
                 self._loaded[session_id] = session
-                self._restore_pin(session)
+                _restore_pin(self._router, session)
                 self._make_room()
             else:
                 # The journal of one that is being closed or deleted lags behind.
@@ -323,23 +330,36 @@ class SessionStore:
             if self._loading.get(session_id) is mine:
                 del self._loading[session_id]
 
-    def _restore_pin(self, session: Session) -> None:
-        last = session.forest.last
-        if last is not None and session.session_id not in self._router.table.pins:
-            longest = max(node.length for node in session.forest.nodes.values())
-            self._router.restore_session(
-                session.session_id, last.engine_id, group=session.group_id, resident_tokens=longest
-            )
-
     def _forget(self, session_id: str) -> Session | None:
         self._open.pop(session_id, None)
         return self._loaded.pop(session_id, None)
 
     def _remember(self, session: Session) -> None:
         session.memos.clear()
+        self._router.ledger.rest(session.session_id)
         session.calls.forget()
         self._closed[session.session_id] = session
         self._closed.move_to_end(session.session_id)
         while len(self._closed) > self._config.keep_closed:
             old, _ = self._closed.popitem(last=False)
             self._router.ledger.forget(old)
+
+
+def _hold(router: Router, session_id: str, settings: Settings) -> None:
+    """Weights that the session is fixed to are not taken away before it had its time."""
+    if settings.exact_version is not None:
+        router.hold_exact(session_id, settings.exact_version, settings.model)
+
+
+def _restore_pin(router: Router, session: Session) -> None:
+    last, settings = session.forest.last, session.settings
+    # One that has only rested keeps its place, and counts there again from its next call on.
+    if last is not None and router.table.pin(session.session_id, settings.model) is None:
+        router.restore_session(
+            session.session_id,
+            last.engine_id,
+            dp_rank=last.facts.dp_rank if last.facts is not None else None,
+            group=session.group_id,
+            resident_tokens=max(node.length for node in session.forest.nodes.values()),
+            model=settings.model,
+        )

@@ -276,7 +276,9 @@ def load_tokenizer(path: Path) -> ControlTokenizer:
         raise
     except Exception as error:
         # tokenizers raises bare Exception for anything wrong with the file.
-        raise ConfigError(f"cannot read tokenizer {file}: {error}; set server.tokenizer") from error
+        raise ConfigError(
+            f"cannot read tokenizer {file}: {error}; set server.tokenizer to a model folder or a tokenizer.json"
+        ) from error
 
 
 @lru_cache(maxsize=1)

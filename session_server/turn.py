@@ -25,7 +25,9 @@ from tollway.errors import (
 from tollway.messages import Message, ToolCall
 from tollway.records import Ids, Sampling, TurnRecord
 from tollway.router.engines import GenerateCall, GenerateDelta
+from tollway.router.seats import TermFields
 from tollway.router.service import Lineage, Routed, Router
+from tollway.router.targets import ANY, Wanted
 from tollway.router.wire import Prompt, ids_json
 from tollway.session_server import metrics
 from tollway.session_server.config import ServerConfig
@@ -75,6 +77,8 @@ class Asked:
     call_prefix: str = "call_"
     key: str | None = None
     """Idempotency key."""
+    want: Wanted = ANY
+    """Weight versions that the session and the request accept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,7 @@ class Turns:
         plan: _Plan | None = None
         try:
             _check_limits(session, wish.choices, self._config)
-            self._router.require_engine()
-            self._router.check_version(session.session_id, session.settings.min_version, session.settings.exact_version)
+            self._router.require_engine(session.session_id, session.settings.model)
             plan = await self._plan(session, asked)
             sampling = sampling_of(
                 session, wish, plan.prompt.size, config=self._config, family=self._family, router=self._router,
@@ -217,15 +220,15 @@ class Turns:
         call = self._call(session, asked, plan, choice)
         lineage = _lineage(session, plan)
         tools = wish.tools if wish.tool_choice.mode != "none" else ()
-        key, group = session.session_id, session.group_id
+        key, terms = session.session_id, _terms(session, asked)
         parser = (
             self._family.stream(tools, prompt_end=plan.prompt_end, stop=choice.sampling.stop) if wish.stream else None
         )
         routed: Routed | None = None
         if parser is None:
-            routed = await self._router.generate(key, call, lineage=lineage, group=group)
+            routed = await self._router.generate(key, call, lineage=lineage, **terms)
         else:
-            async with aclosing(self._router.stream(key, call, lineage=lineage, group=group)) as items:
+            async with aclosing(self._router.stream(key, call, lineage=lineage, **terms)) as items:
                 async for item in items:
                     if isinstance(item, GenerateDelta):
                         for delta in parser.feed(item.output_ids.tolist()):
@@ -393,6 +396,7 @@ class Turns:
             versions=record.versions,
             cached_tokens=record.cached_tokens,
             reply_id=asked.reply_id if asked.wish.store and choice.index == 0 else "",
+            attempts=routed.attempts if len(routed.attempts) > 1 else (),
             facts=routed.facts,
         )
         finish = "length" if record.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
@@ -470,12 +474,26 @@ def _named(delta: StreamDelta, choice: _Choice, prefix: str) -> TurnDelta:
     return TurnDelta(call=call, choice=choice.index)
 
 
+def _terms(session: Session, asked: Asked) -> TermFields:
+    """What the call asks of its place."""
+    settings = session.settings
+    return {
+        "group": session.group_id,
+        "model": settings.model,
+        "parent": settings.parent_id,
+        "want": asked.want,
+        "priority": settings.priority,
+    }
+
+
 def _lineage(session: Session, plan: _Plan) -> Lineage:
     """What the cache ledger has to know about the call before."""
-    parent = plan.parent
+    parent, broken = plan.parent, session.forest.last
     if parent is not None:
-        return Lineage(parent.facts, parent.length)
-    broken = session.forest.last
+        lost = 0
+        if plan.reason == "edited" and broken is not None and broken is not parent and parent in broken.path():
+            lost = broken.length - common_prefix(plan.prompt, path_prompt(broken))
+        return Lineage(parent.facts, parent.length, lost)
     if broken is None or plan.reason not in _BREAKS:
         return Lineage()
     return Lineage(broken.facts, common_prefix(plan.prompt, path_prompt(broken)))

@@ -29,12 +29,12 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from tollway.errors import ComponentLost, ConfigError
 from tollway.router.config import RouterConfig
-from tollway.router.supervisor import PARENT_VARIABLE
+from tollway.router.supervisor import PARENT_VARIABLE, RestartBudget
 from tollway.serving import announce, listen, read_ready
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.crew import Crew
 
-__all__ = ["RestartBudget", "supervise"]
+__all__ = ["supervise"]
 
 logger = logging.getLogger(__name__)
 _READY_S = 120.0
@@ -44,31 +44,6 @@ _END_S = 15.0
 _LAST_LINES = 12
 _SOCKET_PATH_MAX = 100
 """Bytes of a Unix socket's path that the kernel takes, with room for its name."""
-
-
-class RestartBudget:
-    """How often workers may die: ``limit`` times within ``window_s``, then never mind who it was.
-
-    >>> budget = RestartBudget(1, 60.0)
-    >>> budget.spend(0.0), budget.spend(10.0)
-    (True, False)
-    """
-
-    def __init__(self, limit: int = 8, window_s: float = 60.0) -> None:
-        self.limit, self.window_s = limit, window_s
-        self._deaths: deque[float] = deque()
-
-    def spend(self, now: float) -> bool:
-        """Count a death at ``now``; whether a restart is still allowed."""
-        self._deaths.append(now)
-        while self._deaths[0] <= now - self.window_s:
-            self._deaths.popleft()
-        return len(self._deaths) <= self.limit
-
-    @property
-    def pause_s(self) -> float:
-        """How long to wait before the next restart: nothing at first, longer while deaths follow each other."""
-        return min(5.0, 0.1 * (float(2 ** (len(self._deaths) - 1)) - 1.0))
 
 
 def supervise(config: ServerConfig, router_config: RouterConfig, *, admin_key: str, engine_urls: list[str]) -> None:

@@ -95,6 +95,9 @@ class TrainerConfig(Section):
     bucket_mb: float = Field(default=512.0, gt=0)
     refit_timeout_s: float = Field(default=120.0, gt=0)
     """For each control call of a refit; an engine that exceeds it is quarantined."""
+    exact_drain_s: float = Field(default=60.0, ge=0)
+    """How long a refit waits, before it pauses an engine, for sessions and calls that are fixed to the version that the
+    engine has; without any it does not wait."""
     backend_timeout_s: float = Field(default=1800.0, gt=0)
     """For one call to the training process; longer silence counts as lost."""
 

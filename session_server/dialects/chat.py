@@ -44,7 +44,7 @@ from tollway.session_server.dialects.tools import (
 )
 from tollway.session_server.families.base import Family
 from tollway.session_server.http import error_body
-from tollway.session_server.request import AUTO, ToolChoice, TurnDelta, TurnOutcome, Wish
+from tollway.session_server.request import AUTO, ToolChoice, TurnDelta, TurnOutcome, Wish, weight_versions
 
 __all__ = ["CHAT", "ChatDialect"]
 
@@ -81,6 +81,7 @@ _REFUSED = (
 """Fields of OpenAI, SGLang and vLLM that change what is generated and that no engine call of ours carries."""
 _TEXT = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
 _KEY = "chat"
+_NONE: Json = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,7 @@ class ChatDialect(Dialect):
                     for at, outcome in enumerate(outcomes)
                 ],
                 "usage": _usage(outcomes),
+                "tollway": weight_versions(outcomes),
             }
         )
 
@@ -217,7 +219,8 @@ class _ChatStream(StreamWriter):
         for at, outcome in enumerate(outcomes):
             if self._wish.logprobs:
                 out.append(self._chunk(at, {}, logprobs=_logprobs(self._wish, outcome, self._family)))
-            out.append(self._chunk(at, {}, finish_reason=outcome.finish_reason))
+            last = {"tollway": weight_versions(outcomes)} if at == len(outcomes) - 1 else {}
+            out.append(self._chunk(at, {}, finish_reason=outcome.finish_reason, more=last))
         if self._extras.include_usage:
             out.append(data_event({**self._head, "choices": [], "usage": _usage(outcomes)}))
         return b"".join(out) + DONE
@@ -226,9 +229,11 @@ class _ChatStream(StreamWriter):
         """An event that SDKs raise."""
         return b"data: " + error_body(error) + b"\n\n"
 
-    def _chunk(self, at: int, delta: Json, *, finish_reason: str | None = None, logprobs: object = None) -> bytes:
+    def _chunk(
+        self, at: int, delta: Json, *, finish_reason: str | None = None, logprobs: object = None, more: Json = _NONE
+    ) -> bytes:
         choice = {"index": at, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return data_event({**self._head, "choices": [choice]})
+        return data_event({**self._head, "choices": [choice], **more})
 
 
 CHAT = ChatDialect()

@@ -16,7 +16,7 @@ from tollway.session_server.dialects.base import ReplyNames, StreamWriter
 from tollway.session_server.dialects.events import named_event
 from tollway.session_server.dialects.messages_input import RAW_ARGUMENTS
 from tollway.session_server.dialects.sealed import seal, stamp
-from tollway.session_server.request import TurnDelta, TurnOutcome, Wish
+from tollway.session_server.request import TurnDelta, TurnOutcome, Wish, weight_versions
 
 __all__ = ["Extras", "MessagesStream", "error_value", "extras_of", "reply_value"]
 
@@ -62,6 +62,7 @@ def reply_value(wish: Wish, outcome: TurnOutcome, names: ReplyNames) -> dict[str
         "stop_reason": reason,
         "stop_sequence": matched,
         "usage": _usage(outcome),
+        "tollway": _left_out(wish) | weight_versions([outcome]),
     }
 
 
@@ -124,6 +125,7 @@ class MessagesStream(StreamWriter):
                     "type": "message_delta",
                     "delta": {"stop_reason": reason, "stop_sequence": matched},
                     "usage": _usage(outcome),
+                    "tollway": weight_versions([outcome]),
                 }
             )
             + named_event({"type": "message_stop"})
@@ -184,8 +186,12 @@ class MessagesStream(StreamWriter):
 def _head(wish: Wish, names: ReplyNames) -> dict[str, object]:
     head: dict[str, object] = {"id": names.reply_id, "type": "message", "role": "assistant", "model": wish.model}
     if wish.left_out:
-        head["tollway"] = {"left_out_tools": wish.left_out}
+        head["tollway"] = _left_out(wish)
     return head
+
+
+def _left_out(wish: Wish) -> dict[str, object]:
+    return {"left_out_tools": wish.left_out} if wish.left_out else {}
 
 
 def _blocks(message: Message, extras: Extras) -> list[Block]:

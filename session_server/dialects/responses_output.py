@@ -17,7 +17,7 @@ from tollway.session_server.dialects.sealed import seal
 from tollway.session_server.dialects.tools import NO_NAMES, WireTool
 from tollway.session_server.dialects.tools import call_input as text_input
 from tollway.session_server.families.base import Family
-from tollway.session_server.request import TurnOutcome, Wish
+from tollway.session_server.request import TurnOutcome, Wish, weight_versions
 
 __all__ = [
     "Extras",
@@ -172,8 +172,11 @@ def response_object(
         "usage": None,
         **extras.echo,
     }
-    if wish.left_out:
-        value["tollway"] = {"left_out_tools": wish.left_out}
+    ours: dict[str, object] = {"left_out_tools": wish.left_out} if wish.left_out else {}
+    if outcome is not None:
+        ours |= weight_versions([outcome])
+    if ours:
+        value["tollway"] = ours
     if outcome is not None and family is not None:
         sampling = outcome.record.sampling
         value |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "usage": usage(outcome, family)}

@@ -1,19 +1,20 @@
 """The composition root: picks every implementation, starts and stops the processes, joins the parts.
 
 The only module that knows trainer, environments, sandboxes, session server and engine at once. What a part
-does is in its own package; here is who is started when, and that nothing is left behind, whatever happens.
+does is in its own package; here is who is started when, and that nothing is left behind, whatever happens. How the
+running fleet is watched is in ``fleet_watch``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,12 +25,16 @@ from tollway.envs.harnesses.tool_loop import ToolLoop
 from tollway.envs.registry import open_environment
 from tollway.envs.runner import EpisodeRunner
 from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable
+from tollway.fleet_watch import FleetKeeper, Members, PatientEpisodes
 from tollway.fresh_model import write_fresh_model
-from tollway.router.engines import KEEP_ALIVE_S, EngineClient, Timeouts
+from tollway.launching import check_program, launcher
+from tollway.router.engines import KEEP_ALIVE_S
+from tollway.router.launch import EngineLauncher
 from tollway.router.supervisor import ServerProcess
 from tollway.sandboxes.base import SandboxProvider
 from tollway.sandboxes.probe import probe
 from tollway.sandboxes.registry import open_provider
+from tollway.serving import say_ready
 from tollway.session_server.client import SessionClient
 from tollway.session_server.families.registry import load_family
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key
@@ -38,52 +43,70 @@ from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.sft import optimizer_settings
 from tollway.trainer.weights.refit import Refit
 
-__all__ = ["Fleet", "base_model", "check_names", "open_backend", "open_fleet", "preflight", "run_to_end"]
+__all__ = [
+    "Fleet",
+    "base_model",
+    "check_names",
+    "open_backend",
+    "open_engines",
+    "open_fleet",
+    "open_server",
+    "preflight",
+    "run_to_end",
+    "serve_with_engines",
+]
 
-logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_JOIN_S = 60.0
+"""How long an engine that was started may take to join the session server."""
+_SERVER_END_S = 10.0
+"""Beyond its running turns, before a session server that was asked to end is made to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """The running processes of one run and the clients that reach them."""
 
-    engine: ServerProcess
+    engines: EngineLauncher
     server: ServerProcess
-    engine_client: EngineClient
     sessions: SessionClient
     provider: SandboxProvider
-    engine_id: str
-    """Name of the engine at the session server."""
+    members: Members
+    """The engines as the session server knows them."""
+    keeper: FleetKeeper
 
-    def episodes(self, config: EnvConfig) -> EpisodeRunner:
-        """A source of episodes over this fleet."""
-        return EpisodeRunner(
+    def episodes(self, config: EnvConfig) -> PatientEpisodes:
+        """A source of episodes over this fleet; it waits for engines that are started again."""
+        runner = EpisodeRunner(
             config,
             environment=open_environment(config),
             harness=ToolLoop(max_turns=config.max_turns, blank_tools=config.blank_tools),
             sessions=self.sessions,
             provider=self.provider,
         )
+        return PatientEpisodes(runner, self.keeper)
 
     def refit(self, settings: Settings) -> Refit:
-        """The way of weights into the engine; the session server hears of every flush before it can matter."""
-
-        async def notify(_url: str, version: int | None, flushed: bool) -> None:
-            await self.sessions.refit(self.engine_id, version, flushed=flushed)
-
+        """The way of weights into the engines; the session server hears of every step before it can matter."""
         trainer = settings.trainer
-        return Refit([self.engine_client], mode=trainer.pause_mode, notify=notify, timeout_s=trainer.refit_timeout_s)
+        refit = Refit(
+            self.members.targets,
+            mode=trainer.pause_mode,
+            notify=self.members.tell,
+            timeout_s=trainer.refit_timeout_s,
+            patience_s=settings.router.rollout_down_timeout_s,
+            drained=partial(self.members.drained, limit_s=trainer.exact_drain_s),
+        )
+        self.keeper.refit = refit
+        return refit
 
     async def watch(self) -> None:
-        """Raise ``ComponentLost`` with its last words when the engine or the session server ends."""
-        waiting = {asyncio.create_task(process.wait()): process for process in (self.engine, self.server)}
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            raise waiting[done.pop()].lost()
-        finally:
-            for task in waiting:
-                task.cancel()
+        """Keep engines running, bring weights to those that come back, and never return.
+
+        Raises ``ComponentLost`` with last words when the session server ends, too few engines are left, or none was
+        ready for ``router.rollout_down_timeout_s``.
+        """
+        await self.keeper.watch()
 
 
 def run_to_end(work: Coroutine[object, object, T]) -> T:
@@ -115,6 +138,7 @@ def preflight(settings: Settings) -> None:
     Raises ``ConfigError`` or ``SandboxUnavailable`` with the remedy.
     """
     check_names(settings)
+    check_program(settings.engine)
     if settings.sandbox.provider != "local":
         return
     found = probe(settings.sandbox.local)
@@ -161,54 +185,92 @@ def open_backend(settings: Settings, model: Path) -> BackendProxy:
 
 @asynccontextmanager
 async def open_fleet(settings: Settings, model: Path, *, journal: Path) -> AsyncIterator[Fleet]:
-    """Start an engine over ``model`` and a session server in front of it; stop both at the end.
+    """Start the engines over ``model`` and a session server in front of them; stop all at the end.
 
     Raises ``ComponentLost`` with the last words of a process that does not come up.
     """
-    logs, key = settings.run_dir / "logs", admin_key()
-    shown = settings.run_dir / "settings.json"
-    shown.write_text(settings.model_dump_json(indent=2), encoding="utf-8")
-    one_thread = {"OMP_NUM_THREADS": "1"}
-    tollway = [sys.executable, "-P", "-m", "tollway"]
+    key = admin_key()
     async with AsyncExitStack() as stack:
-        engine = await ServerProcess.start(
-            [*tollway, "engine", "-c", str(shown), "--model-path", str(model)],
-            name="engine",
-            log=logs / "engine.log",
-            env=one_thread,
-        )
-        stack.push_async_callback(engine.stop)
-        try:
-            server = await ServerProcess.start(
-                [
-                    *(*tollway, "serve", "-c", str(shown), "--engine", engine.url),
-                    *("--set", f"server.journal={json.dumps(str(journal))}", "--set", "server.engine_wait_s=30.0"),
-                ],
-                name="session server",
-                log=logs / "server.log",
-                env=one_thread | {ADMIN_KEY_VARIABLE: key},
-            )
-        except ComponentLost:
-            if engine.returncode is not None:
-                raise engine.lost() from None  # the server's complaint is only that nobody answers
-            raise
-        stack.push_async_callback(server.stop)
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        engines = await stack.enter_async_context(open_engines(settings, model, count=settings.engine.count))
+        more = [f"server.journal={json.dumps(str(journal))}", "server.engine_wait_s=30.0"]
+        server = await stack.enter_async_context(open_server(settings, engines, key, more))
+        http = await stack.enter_async_context(_http())
         sessions = SessionClient(server.url, key, http=http)
-        # Every call of this client is a refit's: one deadline, not the smaller of two.
-        engine_client = EngineClient(engine.url, http, timeouts=Timeouts(control_s=settings.trainer.refit_timeout_s))
-        stack.push_async_callback(engine_client.aclose)
-        engines = await sessions.engines()
-        if len(engines) != 1:
-            raise ComponentLost(f"the session server lists {len(engines)} engines, want the one that was started")
+        members = Members(sessions, http, control_s=settings.trainer.refit_timeout_s)
+        stack.push_async_callback(members.aclose)
+        await members.wait_joined(engines.urls, _JOIN_S)
         provider = open_provider(settings.sandbox)
         stack.push_async_callback(provider.aclose)
-        yield Fleet(
-            engine=engine,
-            server=server,
-            engine_client=engine_client,
-            sessions=sessions,
-            provider=provider,
-            engine_id=str(engines[0]["id"]),
+        keeper = FleetKeeper(engines, server, members, needs_engines=True)
+        yield Fleet(engines, server, sessions, provider, members, keeper)
+
+
+@asynccontextmanager
+async def open_engines(settings: Settings, model: Path, *, count: int) -> AsyncIterator[EngineLauncher]:
+    """Start ``count`` engines as ``[engine]`` says; stop them at the end. Raises ``ComponentLost``."""
+    engines = launcher(settings, model, shown=_shown(settings), count=count)
+    await engines.start()
+    try:
+        yield engines
+    finally:
+        await engines.stop()
+
+
+@asynccontextmanager
+async def open_server(
+    settings: Settings, engines: EngineLauncher, key: str, overrides: Sequence[str], *, grace_s: float = 5.0
+) -> AsyncIterator[ServerProcess]:
+    """Start a session server in front of ``engines``; stop it at the end, within ``grace_s``.
+
+    Raises ``ComponentLost``.
+    """
+    argv = [sys.executable, "-P", "-m", "tollway", "serve", "-c", str(_shown(settings))]
+    argv += [part for url in engines.urls for part in ("--engine", url)]
+    argv += [part for each in overrides for part in ("--set", each)]
+    try:
+        server = await ServerProcess.start(
+            argv,
+            name="session server",
+            log=settings.run_dir / "logs" / "server.log",
+            env={"OMP_NUM_THREADS": "1", ADMIN_KEY_VARIABLE: key},
         )
+    except ComponentLost:
+        if (lost := engines.dead()) is not None:
+            raise lost from None  # the server's complaint is only that nobody answers
+        raise
+    try:
+        yield server
+    finally:
+        await server.stop(grace_s=grace_s)
+
+
+async def serve_with_engines(settings: Settings, count: int) -> None:
+    """Start ``count`` engines and a session server in front of them, say ready, run until cancelled.
+
+    Raises ``ConfigError`` before anything is started, ``ComponentLost`` when a part is lost for good.
+    """
+    key = admin_key()
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    model = settings.engine.model_path or base_model(settings)
+    wait, grace_s = ["server.engine_wait_s=30.0"], settings.server.drain_s + _SERVER_END_S
+    async with AsyncExitStack() as stack:
+        engines = await stack.enter_async_context(open_engines(settings, model, count=count))
+        server = await stack.enter_async_context(open_server(settings, engines, key, wait, grace_s=grace_s))
+        http = await stack.enter_async_context(_http())
+        members = Members(SessionClient(server.url, key, http=http), http)
+        stack.push_async_callback(members.aclose)
+        await members.wait_joined(engines.urls, _JOIN_S)
+        say_ready(server.url, engines=engines.urls)
+        # Whether to live without engines is for whoever uses a server; a run has a deadline.
+        await FleetKeeper(engines, server, members, needs_engines=False).watch()
+
+
+def _shown(settings: Settings) -> Path:
+    """A file with the settings of this run, for the processes that it starts."""
+    path = settings.run_dir / "settings.json"
+    path.write_text(settings.model_dump_json(indent=2), encoding="utf-8")
+    return path
+
+
+def _http() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))

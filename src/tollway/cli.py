@@ -7,6 +7,7 @@ Ctrl-C. Heavy packages are imported by the command that needs them, never here.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import os
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tollway
-from tollway import telemetry
+from tollway import cli_cache, cli_engines, cli_router, telemetry
 from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable, TollwayError
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
 
@@ -91,9 +92,14 @@ def _parser() -> argparse.ArgumentParser:
         "run the session server in front of running engines; the admin key comes from TOLLWAY_ADMIN_KEY",
     )
     serve.add_argument("--engine", action="append", default=[], metavar="URL", help="an engine (may repeat)")
+    serve.add_argument(
+        "--start-engines", type=int, default=0, metavar="N", help="start N engines as [engine] says, keep them running"
+    )
     serve.add_argument("--host", help="address to listen on (default: server.host)")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for a free one (default: server.port)")
     serve.add_argument("--workers", type=int, metavar="N", help="server processes (default: server.workers)")
+
+    cli_cache.add_arguments(_command(commands, "cache", _cache, cli_cache.DESCRIPTION))
 
     engine = _command(commands, "engine", _engine, "run the embedded CPU engine, SGLang's HTTP surface")
     engine.add_argument("--model-path", metavar="DIR", help="Hugging Face model directory (default: engine.model_path)")
@@ -108,7 +114,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     config.add_argument("action", choices=["show", "check"])
 
-    _command(commands, "doctor", _doctor, "say what this machine can run and what is missing")
+    engines = _command(
+        commands,
+        "engines",
+        _engines,
+        "list, add, drain, undrain or remove engines of a running server; the admin key comes from TOLLWAY_ADMIN_KEY",
+    )
+    cli_engines.add_arguments(engines)
+
+    doctor = _command(
+        commands, "doctor", _doctor, "say what this machine can run, or whether a running server can serve, and why not"
+    )
+    doctor.add_argument("--url", help="ask the server at this address instead of looking at this machine")
+
+    cli_router.add_arguments(_command(commands, "router", _router, cli_router.DESCRIPTION))
 
     listed = _command(commands, "families", _families, "list the model families that this installation knows")
     listed.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
@@ -185,8 +204,38 @@ def _serve(arguments: argparse.Namespace) -> int:
     telemetry.configure(settings.run.log_level, component=component())
     if not os.environ.get(ADMIN_KEY_VARIABLE):
         raise ConfigError(f"set {ADMIN_KEY_VARIABLE}: whoever opens sessions needs the admin key")
+    _check_engines(arguments)
+    if arguments.start_engines:
+        from tollway import app
+
+        with contextlib.suppress(KeyboardInterrupt):  # it is meant to run until it is told to stop
+            app.run_to_end(app.serve_with_engines(settings, arguments.start_engines))
+        return 0
     run(settings.server, settings.router, admin_key=admin_key(), engine_urls=arguments.engine)
     return 0
+
+
+def _check_engines(arguments: argparse.Namespace) -> None:
+    """A wrong address on the command line is a wrong call: nothing is started for it."""
+    from tollway.errors import BadRequest
+    from tollway.router.addresses import check_url
+
+    if arguments.start_engines < 0:
+        raise ConfigError(f"--start-engines {arguments.start_engines}: want a number of engines, 0 for none")
+    if arguments.start_engines and arguments.engine:
+        raise ConfigError(
+            "--engine and --start-engines exclude each other; add further engines with tollway engines add"
+        )
+    for url in arguments.engine:
+        try:
+            check_url(url)
+        except BadRequest as error:
+            raise ConfigError(f"--engine: {error}") from None
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    server = _settings(arguments).server
+    return cli_cache.run(arguments, arguments.url or f"http://{server.host}:{server.port}")
 
 
 def _engine(arguments: argparse.Namespace) -> int:
@@ -202,6 +251,11 @@ def _engine(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _router(arguments: argparse.Namespace) -> int:
+    cli_router.run(arguments, _settings(arguments))
+    return 0
+
+
 def _config(arguments: argparse.Namespace) -> int:
     settings = _settings(arguments)
     if arguments.action == "show":
@@ -214,9 +268,17 @@ def _config(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _doctor(arguments: argparse.Namespace) -> int:
-    from tollway.doctor import diagnose, show
+def _engines(arguments: argparse.Namespace) -> int:
+    server = _settings(arguments).server
+    url = arguments.url or f"http://{server.host}:{server.port}"
+    return 0 if cli_engines.run(arguments, url) else EXIT_FAILED
 
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from tollway.doctor import diagnose, show, show_server
+
+    if arguments.url:
+        return 0 if show_server(arguments.url, os.environ.get(ADMIN_KEY_VARIABLE, "")) else EXIT_FAILED
     return 0 if show(diagnose(_settings(arguments))) else EXIT_FAILED
 
 

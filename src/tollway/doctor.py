@@ -1,11 +1,13 @@
-"""``tollway doctor``: what this machine can run, what is missing, and the command that brings it.
+"""``tollway doctor``: what this machine can run, what is missing, and the command that brings it; with an address,
+whether a running server can serve, and why not.
 
-Every line is something that was tried or found just now, not guessed. Owns no repair. Depends on the
-configuration and on the sandboxes' own probe.
+Every line is something that was tried or found just now, not guessed. What a server says is its ``/readyz``, word
+for word. Owns no repair. Depends on the configuration, the sandboxes' own probe and the server's client.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import os
 import shutil
@@ -14,14 +16,19 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
+import aiohttp
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from tollway.errors import EngineLost, TollwayError
 from tollway.sandboxes.probe import probe
+from tollway.session_server.client import Json, SessionClient
 from tollway.settings import Settings
 
-__all__ = ["Finding", "diagnose", "show"]
+__all__ = ["Finding", "diagnose", "diagnose_server", "show", "show_server"]
 
 _MIN_FREE_GB = 2.0
 
@@ -63,16 +70,58 @@ def diagnose(settings: Settings) -> list[Finding]:
 
 def show(findings: Sequence[Finding]) -> bool:
     """Print a table; return whether everything needed is there."""
+    missing = _table(findings)
+    Console().print(f"missing: {', '.join(missing)}" if missing else "this machine can run scripts/demo")
+    return not missing
+
+
+def show_server(url: str, key: str) -> bool:
+    """Ask the server at ``url`` whether it can serve a turn, print what it says, and return it."""
+    ready, findings = asyncio.run(diagnose_server(url, key))
+    _table(findings)
+    Console().print("this server can serve turns" if ready else "this server cannot serve turns now")
+    return ready
+
+
+async def diagnose_server(url: str, key: str) -> tuple[bool, list[Finding]]:
+    """(whether the server can serve a turn now, what it and each of its engines is)."""
+    async with aiohttp.ClientSession() as http:
+        try:
+            said = await SessionClient(url, key, http=http, timeout_s=15.0).readiness()
+        except EngineLost as error:
+            return False, [Finding("server", False, f"{error}; is it running, and is this its address?")]
+        except TollwayError as error:
+            return False, [Finding("server", False, f"{url}: {error}")]
+    ready = said["ready"] is True
+    server = Finding("server", ready, f"{url} is {'ready' if ready else 'not ready'}")
+    engines = cast("Sequence[Json]", said.get("fleet", ()))
+    findings = [
+        Finding(f"engine {row['id']}", row["state"] == "serving", _engine_words(row), needed=not ready)
+        for row in engines
+    ]
+    others = [
+        Finding("worker", False, word) for word in cast("Sequence[str]", said["engines"]) if word.startswith("worker ")
+    ]
+    nothing = [] if engines else [Finding("engines", False, "none yet: tollway engines add http://HOST:PORT")]
+    return ready, [server, *findings, *others, *nothing]
+
+
+def _engine_words(row: Json) -> str:
+    of = f" (model {row['model']})" if row["model"] else ""
+    at = f" with weights {row['version']}" if row["version"] is not None else ""
+    return f"{row['url']}{of} is {row['state']}{at}" + (f": {row['reason']}" if row["reason"] else "")
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
+    """Print the findings; return the names of those that are needed and not there."""
     table = Table(show_edge=False, pad_edge=False)
     for column in ("", "check", "found"):
         table.add_column(column, overflow="fold")
     for finding in findings:
         mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "[yellow]no[/]"
-        table.add_row(mark, finding.name, finding.detail)
+        table.add_row(mark, finding.name, Text(finding.detail))
     Console().print(table)
-    missing = [finding.name for finding in findings if finding.needed and not finding.ok]
-    Console().print(f"missing: {', '.join(missing)}" if missing else "this machine can run scripts/demo")
-    return not missing
+    return [finding.name for finding in findings if finding.needed and not finding.ok]
 
 
 def _python() -> Finding:

@@ -18,6 +18,7 @@ __all__ = [
     "Conflict",
     "ContextLengthExceeded",
     "CreateFailed",
+    "EngineBusy",
     "EngineLost",
     "EngineRefused",
     "EpisodeFailed",
@@ -25,8 +26,10 @@ __all__ = [
     "JournalError",
     "NoEngine",
     "NotFound",
+    "PlacementDown",
     "RateLimited",
     "RequestAborted",
+    "RolloutDown",
     "SandboxError",
     "SandboxGone",
     "SandboxUnavailable",
@@ -115,9 +118,18 @@ class VersionNotReady(TollwayError):
 
     code, status, retryable = "version_not_ready", 409, True
 
-    def __init__(self, wanted: int, serving: int | None) -> None:
-        super().__init__(f"want policy version {wanted}, serving {serving}")
-        self.wanted, self.serving = wanted, serving
+    def __init__(
+        self, wanted: int, serving: int | None, *, exact: bool = False, available: tuple[int, ...] = ()
+    ) -> None:
+        kind = "exactly" if exact else "at least"
+        others = f" (engines have {', '.join(map(str, available))})" if len(available) > 1 else ""
+        super().__init__(
+            f"want policy version {wanted}, {kind}, serving {serving}{others}; "
+            "send the call again once an engine has it"
+        )
+        self.wanted, self.exact = wanted, exact
+        self.serving, self.available = serving, available
+        """Newest version that the call could have had, and every version that engines have."""
 
 
 # -- engines ----------------------------------------------------------------------------------------
@@ -152,10 +164,22 @@ class EngineLost(TollwayError):
         """A deadline passed; the engine may only be slow."""
 
 
+class EngineBusy(UpstreamError):
+    """An engine answered 503: it lives and takes nothing more for now."""
+
+    code, status, retryable = "engine_busy", 503, True
+
+
 class NoEngine(TollwayError):
     """No engine can take the call now."""
 
     code, status, retryable = "no_engine", 503, True
+
+
+class PlacementDown(TollwayError):
+    """The service that places sessions does not answer; sessions that have a place go on."""
+
+    code, status, retryable = "placement_down", 503, True
 
 
 class ServerStopping(TollwayError):
@@ -257,6 +281,12 @@ class ComponentLost(TollwayError):
     """A part that the run cannot do without is gone: the run stops with a non-zero exit."""
 
     code, status = "component_lost", 503
+
+
+class RolloutDown(ComponentLost):
+    """No engine served for ``router.rollout_down_timeout_s``; the message has every engine's last words."""
+
+    code = "rollout_down"
 
 
 class TrainerLost(ComponentLost):

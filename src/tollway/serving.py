@@ -14,7 +14,7 @@ import sys
 
 from tollway.errors import ConfigError
 
-__all__ = ["KEEP_ALIVE_S", "announce", "listen", "read_ready"]
+__all__ = ["KEEP_ALIVE_S", "announce", "listen", "read_ready", "say_ready"]
 
 KEEP_ALIVE_S = 75
 """How long a server keeps an idle connection: longer than any client, so that no request meets the closing of
@@ -50,7 +50,12 @@ def announce(listener: socket.socket, **more: object) -> None:
     """
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    line = {"event": "ready", "url": f"http://{shown}:{port}", "pid": os.getpid(), **more}
+    say_ready(f"http://{shown}:{port}", **more)
+
+
+def say_ready(url: str, **more: object) -> None:
+    """The same for a server that another process of ours is."""
+    line = {"event": "ready", "url": url, "pid": os.getpid(), **more}
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -75,19 +78,59 @@ def test_a_run_on_megatron_trains_exactly_and_the_same_command_knows_that_it_is_
 
 @pytest.mark.timeout(300)
 def test_a_killed_engine_ends_the_run_with_its_last_words_and_the_next_start_goes_on(tiny) -> None:  # type: ignore[no-untyped-def]
-    run = tiny("train", "trainer.steps=500")
+    run = tiny("train", "trainer.steps=500", "engine.restarts=0")
     run.wait_for_step(2)
     os.kill(run.pid_of("tollway engine"), signal.SIGKILL)
     assert run.wait(60) == 1, run.output
     assert "engine ended with status -9" in run.output
+    assert "no restart is left" in run.output
     assert "component_lost" in run.output
     assert wait_until_gone(run.run_dir) == []
     assert leftovers(run.run_dir) == []
 
-    again = tiny("train", "trainer.steps=4")
+    again = tiny("train", "trainer.steps=4", "engine.restarts=0")
     assert again.wait(120) == 0, again.output
     assert "resumed at step" in again.output
     assert json.loads((run.run_dir / "summary.json").read_text())["steps"] >= 4
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_hung_engine_is_started_again_gets_the_newest_weights_and_the_run_ends_well(  # type: ignore[no-untyped-def]
+    tiny, number: signal.Signals
+) -> None:
+    quick = ("router.probe_interval_s=0.5", "router.probe_timeout_s=3.0", "router.busy_window_s=3.0")
+    run = tiny("train", "trainer.steps=6", *quick)
+    run.wait_for_step(2)
+    os.kill(run.pid_of("tollway engine"), number)
+    assert run.wait(200) == 0, run.output
+    said = (run.run_dir / "logs" / "train.log").read_text()
+    assert "engine serves again" in said
+    assert ("runs and is lost to its router" in said) is (number == signal.SIGSTOP)
+    assert (run.run_dir / "logs" / "server.log").read_text().count("is synced: it ") == 1, "it waited for its weights"
+    summary = json.loads((run.run_dir / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert summary["logprob_gap_max"] < 1e-4, "nothing was sampled from the weights of the first day"
+    assert wait_until_gone(run.run_dir) == []
+
+
+@pytest.mark.timeout(300)
+def test_a_run_without_a_ready_engine_ends_in_time_and_says_why(tiny, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """The engine's process lives on, so nobody but the router knows."""
+    monkeypatch.setenv("TOLLWAY_ADMIN_KEY", "k" * 20)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    run = tiny("train", "trainer.steps=500", "router.rollout_down_timeout_s=4.0", f"server.port={port}")
+    run.wait_for_step(1)
+    engines = [sys.executable, "-m", "tollway", "engines", "--url", f"http://127.0.0.1:{port}"]
+    listed = json.loads(subprocess.run([*engines, "--json"], stdout=subprocess.PIPE, check=True, timeout=60).stdout)
+    (engine,) = listed["engines"]
+    subprocess.run([*engines, "drain", engine["id"]], check=True, timeout=60, stdout=subprocess.DEVNULL)
+    assert run.wait(90) == 1, run.output
+    assert "[rollout_down] no engine was ready for" in run.output
+    assert "is draining: takes no new sessions" in run.output
+    assert wait_until_gone(run.run_dir) == []
 
 
 @pytest.mark.timeout(300)

@@ -30,3 +30,28 @@ def test_buffers_that_are_freed_and_taken_again_cost_no_page_faults() -> None:
 
     assert run("keep") < 1000
     assert run("leave") > 2000
+
+
+QUIET = """
+import gc
+from tollway import heap
+heap.settle()
+full = 0
+def count(phase, info):
+    global full
+    full += phase == "start" and info["generation"] == 2
+gc.callbacks.append(count)
+heap.collect_if_due()
+assert full == 0, "nothing was made yet"
+for _ in range(60):  # more middle collections than make one due
+    gc.collect(1)
+assert full == 0
+heap.collect_if_due()
+print(full)
+"""
+
+
+def test_full_collections_wait_for_a_quiet_moment_and_for_something_to_do() -> None:
+    """Also in a process of its own: freezing is for the whole process."""
+    done = subprocess.run([sys.executable, "-c", QUIET], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 1

@@ -21,12 +21,13 @@ CALL = GenerateCall(
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("evicted 12\n", 12.0), ('evicted{a="b"} 1.5e+03\nevicted{a="c"} 1\n', 1501.0), ("evicted 1.2.3\n", None)],
+    [("evicted 12\n", [12.0]), ('evicted{a="b"} 1.5e+03\nevicted{a="c"} 1\n', [1500.0, 1.0]), ("evicted 1.2.3\n", [])],
 )
-async def test_a_series_that_is_no_number_is_no_series(text: str, value: float | None) -> None:
+async def test_a_series_that_is_no_number_is_no_series(text: str, value: list[float]) -> None:
     async with FakeEngine() as engine, aiohttp.ClientSession() as http:
         engine.metrics_text = text
-        assert await EngineClient(engine.url, http).metric("evicted") == value
+        read = await EngineClient(engine.url, http).metrics("evicted", "other")
+        assert read == {"evicted": value, "other": []}
 
 
 async def test_an_absurd_context_length_in_an_error_is_not_believed() -> None:

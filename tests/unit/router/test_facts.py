@@ -69,3 +69,12 @@ def test_a_model_directory_that_cannot_be_read_says_nothing(tmp_path: Path) -> N
     assert directory_config(str(tmp_path)) == {}
     (tmp_path / "config.json").write_bytes(b'{"a":1}')
     assert directory_config(str(tmp_path)) == {"a": 1}
+
+
+def test_how_an_engine_keys_its_prefix_cache_is_known() -> None:
+    plain = read_facts({}, STOCK, {})
+    assert (plain.bigram_keys, plain.strips_thinking) == (False, False)
+    for name in ("EAGLE", "EAGLE3", "NEXTN", "frozen_kv_mtp"):
+        assert read_facts({}, STOCK | {"speculative_algorithm": name}, {}).bigram_keys
+    assert not read_facts({}, STOCK | {"speculative_algorithm": "NGRAM"}, {}).bigram_keys
+    assert read_facts({}, STOCK | {"strip_thinking_cache": True}, {}).strips_thinking

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import aiohttp
-import numpy as np
 import pytest
+from call_helpers import QUICK, call, fleet, until
 
 from tollway.errors import (
     BadRequest,
@@ -23,45 +22,11 @@ from tollway.errors import (
 )
 from tollway.records import Sampling
 from tollway.router import metrics
-from tollway.router.config import RouterConfig
-from tollway.router.engines import EngineClient, GenerateCall, GenerateDelta, Timeouts
+from tollway.router.engines import EngineClient, GenerateDelta, Timeouts
 from tollway.router.fake import FakeEngine, FakeReply
 from tollway.router.health import EngineHealth, EngineState
 from tollway.router.service import Lineage, Routed, Router
-from tollway.router.wire import Prompt
-
-QUICK = RouterConfig(
-    probe_interval_s=0.05,
-    probe_timeout_s=0.3,
-    probe_failures=3,
-    connect_timeout_s=0.5,
-    progress_timeout_s=5.0,
-    busy_window_s=0.4,
-)
-
-
-def call(key: str = "s", ids: list[int] | None = None, rid: str = "r", **more: object) -> GenerateCall:
-    prompt = np.array(ids or [1, 2, 3], np.int32)
-    return GenerateCall(rid=rid, prompt=Prompt.of(prompt), sampling=Sampling(max_new_tokens=8), routing_key=key, **more)  # type: ignore[arg-type]
-
-
-@contextlib.asynccontextmanager
-async def fleet(count: int, config: RouterConfig = QUICK) -> AsyncIterator[tuple[Router, list[FakeEngine]]]:
-    async with contextlib.AsyncExitStack() as stack:
-        engines = [await stack.enter_async_context(FakeEngine()) for _ in range(count)]
-        router = await stack.enter_async_context(Router(config))
-        for engine in engines:
-            router.add_engine(engine.url)
-        await until(lambda: len(router.fleet.serving()) == count, "all engines serve")
-        yield router, engines
-
-
-async def until(condition: object, what: str) -> None:
-    for _ in range(2000):
-        if condition():  # type: ignore[operator]
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"never: {what}")
+from tollway.router.targets import Wanted
 
 
 def states(router: Router) -> list[tuple[object, object]]:
@@ -288,7 +253,7 @@ async def test_a_flush_whose_weights_never_came_is_a_cause_and_its_version_is_no
         router.note_refit("e0", None, flushed=True)
         assert router.engines()[0]["version"] == 0
         with pytest.raises(VersionNotReady):
-            router.check_version("s", 1, None)
+            await router.generate("s", call(rid="rv"), lineage=Lineage(), want=Wanted(minimum=1))
         await router.generate("s", call(ids=[1, 2, 3, 111, 107, 261, 9], rid="r1"), lineage=Lineage(first.facts, 6))
         assert router.ledger.total.waste == {"refit_flush": 5}
 
@@ -328,7 +293,10 @@ async def test_cancels_at_every_phase_leave_every_counter_at_zero(stream: bool) 
 
         async def one(number: int) -> None:
             wanted = call(f"s{number}", rid=f"r{number}", stream=stream)
-            async with contextlib.aclosing(router._run(f"s{number}", wanted, Lineage(), "")) as items:
+            if not stream:
+                await router.generate(f"s{number}", wanted, lineage=Lineage())
+                return
+            async with contextlib.aclosing(router.stream(f"s{number}", wanted, lineage=Lineage())) as items:
                 async for _ in items:
                     pass
 

@@ -16,7 +16,7 @@ from tollway.records import IndexerTopk, RoutedExperts, Sampling, SamplingMask, 
 from tollway.router.continuation import continue_call, merge_replies
 from tollway.router.facts import EngineFacts
 from tollway.router.replies import parse_reply
-from tollway.router.wire import GenerateCall, GenerateReply, Prompt, encode_call
+from tollway.router.wire import CacheTiers, GenerateCall, GenerateReply, Prompt, encode_call
 
 CALL = GenerateCall(
     rid="r", prompt=Prompt.of(np.array([1, 2, 3, 4], np.int32)), sampling=Sampling(max_new_tokens=10), routing_key="k"
@@ -94,6 +94,37 @@ def test_what_does_not_add_up_is_named(break_it: Callable[[Any], object], words:
     break_it(reply)
     with pytest.raises(UpstreamError, match=words):
         parse_reply(CALL, reply)
+
+
+def with_meta(**meta: object) -> dict[str, Any]:
+    reply = copy.deepcopy(REPLY)
+    reply["meta_info"].update(meta)
+    return reply
+
+
+def test_where_cached_tokens_came_from_is_read_where_the_engine_says_it() -> None:
+    assert parse_reply(CALL, REPLY).cached_tiers is None
+    details = {"device": 1, "host": 1, "storage": 0, "storage_backend": "file"}
+    reply = parse_reply(CALL, with_meta(cached_tokens_details=details, num_retractions=2, reasoning_tokens=1))
+    assert reply.cached_tiers == CacheTiers(device=1, host=1)
+    assert (reply.retractions, reply.reasoning_tokens) == (2, 1)
+    assert parse_reply(CALL, with_meta(cached_tokens_details=None, num_retractions=None)).retractions == 0
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({"cached_tokens_details": [1, 2]}, "want device, host and storage"),
+        ({"cached_tokens_details": {"host": 1}}, "want device, host and storage"),
+        ({"cached_tokens_details": {"device": "2"}}, "device '2', want a count"),
+        ({"cached_tokens_details": {"device": 2, "host": -1}}, "host -1, want a count"),
+        ({"num_retractions": 1.5}, "num_retractions 1.5, want a count"),
+        ({"reasoning_tokens": True}, "reasoning_tokens True, want a count"),
+    ],
+)
+def test_cache_facts_that_are_no_counts_are_named(meta: dict[str, object], words: str) -> None:
+    with pytest.raises(UpstreamError, match=words):
+        parse_reply(CALL, with_meta(**meta))
 
 
 def routes(rows: int, kind: str = "<i4", value: int = 1) -> str:

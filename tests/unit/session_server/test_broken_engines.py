@@ -316,7 +316,7 @@ async def check(
             assert len(engine.requests) == before + 1, "sent once"
         assert status in (502, 503) or (stream and status == 200), (status, data)
         error = reason(status, data)
-        assert error["code"] in ("upstream_error", "engine_lost"), error
+        assert error["code"] in ("upstream_error", "engine_lost", "engine_busy"), error
         assert words in error["message"], error
         assert len(error["message"]) > 10, "a reason that says something"
         state = await server.client.session(session.session_id)

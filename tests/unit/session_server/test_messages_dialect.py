@@ -220,8 +220,9 @@ def test_server_tools_are_not_shown_and_the_reply_says_so(qwen: RenderersFamily)
     body = {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "web_search"}, RUN], "stream": True}
     played = play(MESSAGES, body, qwen, Reply([*text("x"), *END]))
     assert [tool.name for tool in played.wish.tools] == ["run"]
-    assert played.whole["tollway"] == {"left_out_tools": ["web_search_20250305"]}
-    assert played.events[0]["message"]["tollway"] == played.whole["tollway"]
+    left_out = {"left_out_tools": ["web_search_20250305"]}
+    assert played.whole["tollway"] == {**left_out, "weight_versions": {"start": 0, "end": 0}}
+    assert played.events[0]["message"]["tollway"] == left_out
 
 
 # -- replies ----------------------------------------------------------------------------------------
@@ -407,4 +408,5 @@ def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert open_block is None
     message |= events[-2]["delta"]
     message["usage"] |= events[-2]["usage"]
+    message["tollway"] = message.get("tollway", {}) | events[-2]["tollway"]
     return message

@@ -224,7 +224,10 @@ def test_hosted_tools_are_not_shown_and_the_reply_says_so(qwen: RenderersFamily)
     assert [tool.name for tool in played.wish.tools] == ["run"]
     for response in (played.whole, played.events[0]["response"], played.events[-1]["response"]):
         assert [tool["type"] for tool in response["tools"]] == ["function"]
-        assert response["tollway"] == {"left_out_tools": ["web_search", "file_search"]}
+        assert response["tollway"]["left_out_tools"] == ["web_search", "file_search"]
+    assert "weight_versions" not in played.events[0]["response"]["tollway"], "nothing is sampled yet"
+    for response in (played.whole, played.events[-1]["response"]):
+        assert response["tollway"]["weight_versions"] == {"start": 0, "end": 0}
 
 
 def test_a_namespaced_call_goes_back_under_namespace_and_own_name(qwen: RenderersFamily) -> None:

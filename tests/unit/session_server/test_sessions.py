@@ -143,6 +143,22 @@ async def test_creating_a_session_asks_no_engine(server: FakeServer) -> None:
     assert len(server.engine.requests) == before
 
 
+async def test_refusals_name_what_was_found(server: FakeServer) -> None:
+    bodies: tuple[tuple[dict[str, object], str], ...] = (
+        ({"ttl_s": "soon"}, "found 'soon'"),
+        ({"group_id": 7}, "found 7"),
+        ({"metadata": [1]}, "found [1]"),
+    )
+    for body, words in bodies:
+        status, said = await status_of(server, "POST", "/sessions", server.admin_key, json=body)
+        assert status == 400
+        assert words in json.loads(said)["error"]["message"]
+    session = await server.client.create()
+    status, said = await status_of(server, "GET", f"/sessions/{session.session_id}/v1/models/", session.token)
+    assert status == 404
+    assert b"no model without a name" in said
+
+
 async def test_an_expired_session_is_closed_with_its_record(tmp_path: Path) -> None:
     async with FakeServer(tmp_path) as server:
         session = await server.client.create(ttl_s=0.01)
@@ -257,6 +273,7 @@ async def test_a_wanted_version_that_nobody_serves_is_a_409_with_numbers(server:
     async with server.http.post(url, json={"messages": [user("hi")]}, headers=headers) as response:
         assert response.status == 409
         assert (await response.json())["error"]["code"] == VersionNotReady.code
+    server.engine.version = "3"
     await server.client.refit("e0", 3, flushed=True)
     async with server.http.post(url, json={"messages": [user("hi")]}, headers=headers) as response:
         assert response.status == 200

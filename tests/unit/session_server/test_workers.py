@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -20,10 +21,11 @@ from server_helpers import user
 
 from tollway.errors import ComponentLost, NotFound, TollwayError, WorkerDown
 from tollway.router.fake import FakeEngine, FakeReply
+from tollway.router.supervisor import RestartBudget
 from tollway.session_server import auth
 from tollway.session_server.client import Session, SessionClient, SessionOptions
 from tollway.session_server.crew import Crew
-from tollway.session_server.workers import RestartBudget, _Parent, _Worker
+from tollway.session_server.workers import _Parent, _Worker
 
 KEY = "an-admin-key-for-tests"
 ADMIN = {"authorization": f"Bearer {KEY}"}
@@ -138,13 +140,16 @@ async def test_three_workers_are_one_server(tmp_path: Path) -> None:
         opened = (await running.get("/healthz"))[1]["open_sessions"]
         assert opened >= 3
         assert (await running.get("/readyz"))[0] == 200
-        assert (await running.get("/cache"))[1]["calls"] == 9
+        cache = (await running.get("/cache?sessions=5"))[1]
+        assert (cache["calls"], cache["workers_down"], cache["sessions"]) == (9, [], [])
         engines = await running.client.engines()
         assert sum(int(str(engine["sessions"])) for engine in engines) == 3
         async with running.http.get(f"{running.url}/metrics") as response:
             text = await response.text()
         assert f"tollway_sessions_open {opened}.0" in text
         assert "tollway_router_serving_engines 2.0" in text
+        counted = re.findall(r"^tollway_cache_prompt_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+        assert sum(map(float, counted)) == cache["prompt_tokens"] > 0
         assert 'tollway_router_calls_total{outcome="ok"} 9.0' in text
 
         one.requests.clear()
@@ -179,7 +184,7 @@ async def test_a_stream_and_a_leaving_client_pass_through_another_worker(tmp_pat
                 first = await response.content.readuntil(b"\n\n")
                 assert first.startswith(b"data: ")
                 assert engine.in_flight == 1, "the reply is far from its end"
-            while engine.in_flight:
+            while engine.in_flight or len(engine.aborts) <= worker:
                 await asyncio.sleep(0.01)
             assert len(engine.aborts) == worker + 1
             asking = asyncio.ensure_future(running.http.post(url, json={"messages": [user("hi")]}, headers=headers))
@@ -326,7 +331,7 @@ async def test_creates_never_wait_for_an_engine(tmp_path: Path) -> None:
             sessions = await asyncio.gather(*(client.create() for _ in range(512)))
         assert len({session.session_id for session in sessions}) == 512
         assert (await running.get("/healthz"))[1]["open_sessions"] == 512
-        assert engine.model_info_calls == before
+        assert engine.model_info_calls - before < 100, "its watch asks for its version, no create does"
         assert engine.most_health_calls <= 2, "one probe of each worker, whatever is created"
         assert not engine.requests
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from trainer_helpers import RecordingEngine
 
-from tollway.errors import ComponentLost, ConfigError
-from tollway.trainer.weights.refit import PauseMode, Refit
+from tollway.errors import ComponentLost, ConfigError, EngineLost
+from tollway.trainer.weights import refit as refit_module
+from tollway.trainer.weights.refit import PauseMode, Refit, RefitNotice
 from tollway.trainer.weights.wire import serialise
 
 BUCKETS = [serialise([("a", torch.ones(2))]), serialise([("b", torch.zeros(3))])]
@@ -23,12 +24,13 @@ def refit(*engines: RecordingEngine, mode: PauseMode = "retract", **options: obj
 async def test_a_session_runs_in_the_order_that_engines_need(mode: PauseMode) -> None:
     engine = RecordingEngine()
 
-    async def notify(url: str, version: int | None, flushed: bool) -> None:
-        engine.calls.append(f"notify:{version}:{flushed}")
+    async def notify(notice: RefitNotice) -> None:
+        assert engine.paused, "told while calls run"
+        engine.calls.append(f"notify:{notice.phase}:{notice.version}:{notice.flushed}")
 
     report = await refit(engine, mode=mode, notify=notify).push(BUCKETS, 7)
-    flush = [] if mode == "in_place" else ["flush", "notify:None:True"]
-    session = ["begin", "bucket", "bucket", "end", "version", "notify:7:False", "resume"]
+    flush = ["notify:paused:None:False"] if mode == "in_place" else ["flush", "notify:paused:None:True"]
+    session = ["begin", "bucket", "bucket", "end", "version", "notify:resumed:7:False", "resume"]
     assert engine.calls == [f"pause:{mode}", *flush, *session]
     assert (engine.version, engine.paused, engine.in_session) == (7, False, False)
     assert sorted(engine.weights) == ["a", "b"]
@@ -79,13 +81,13 @@ async def test_the_session_server_hears_of_every_flush_and_of_no_version_that_ne
     believed = {good.url: 3, bad.url: 3}
     flushes: list[str] = []
 
-    async def notify(url: str, version: int | None, flushed: bool) -> None:
-        engine = good if url == good.url else bad
+    async def notify(notice: RefitNotice) -> None:
+        engine = good if notice.url == good.url else bad
         assert engine.paused, "told while calls run"
-        if version is not None:
-            believed[url] = version
-        if flushed:
-            flushes.append(url)
+        if notice.version is not None:
+            believed[notice.url] = notice.version
+        if notice.flushed:
+            flushes.append(notice.url)
 
     report = await refit(good, bad, notify=notify).push(BUCKETS, 4)
     assert report.quarantined == (bad.url,)
@@ -115,7 +117,7 @@ async def test_an_engine_that_stalls_is_given_up_in_bounded_time(stage: str) -> 
 async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weights_move() -> None:
     engine = RecordingEngine()
 
-    async def notify(url: str, version: int | None, flushed: bool) -> None:
+    async def notify(notice: RefitNotice) -> None:
         raise ComponentLost("session server is gone")
 
     with pytest.raises(ComponentLost, match="session server is gone"):
@@ -139,3 +141,112 @@ async def test_cancelling_a_push_releases_the_engine(stage: str, last: str) -> N
 def test_a_refit_needs_an_engine() -> None:
     with pytest.raises(ConfigError, match="at least one engine"):
         refit()
+
+
+@pytest.mark.parametrize(
+    ("stage", "phases"),
+    [
+        ("flush", []),
+        ("begin", ["paused", "resumed"]),
+        ("bucket", ["paused", "failed"]),
+        ("end", ["paused", "failed"]),
+        ("version", ["paused", "failed"]),
+        ("resume", ["paused", "resumed", "resumed"]),
+    ],
+)
+async def test_the_session_server_hears_whether_the_engine_may_serve_again(stage: str, phases: list[str]) -> None:
+    engine, heard = RecordingEngine(fail_at=stage), []
+
+    async def notify(notice: RefitNotice) -> None:
+        assert "abort_all" not in engine.calls, "what is ended must not come back here"
+        heard.append((notice.phase, notice.reason))
+
+    with pytest.raises(ComponentLost):
+        await refit(engine, notify=notify).push(BUCKETS, 1)
+    assert [phase for phase, _ in heard] == phases
+    assert [reason for phase, reason in heard if phase == "failed"] == [f"{stage} refused"] * phases.count("failed")
+
+
+async def test_an_engine_that_comes_later_gets_the_weights_of_the_last_push() -> None:
+    first, late = RecordingEngine(url="http://first"), RecordingEngine(url="http://late")
+    there = [first]
+
+    async def source() -> list[RecordingEngine]:
+        return there
+
+    session = Refit(source)
+    await session.catch_up([late])
+    assert late.calls == [], "there is nothing to bring yet"
+    await session.push(BUCKETS, 3)
+    await session.catch_up([late])
+    assert (late.version, sorted(late.weights), late.paused) == (3, ["a", "b"], False)
+    there.append(late)
+    await session.push(BUCKETS, 4)
+    assert (first.version, late.version) == (4, 4)
+
+
+async def test_an_engine_that_cannot_catch_up_is_not_tried_without_end() -> None:
+    engine, late = RecordingEngine(url="http://first"), RecordingEngine(url="http://late", fail_at="bucket")
+    session = refit(engine)
+    await session.push(BUCKETS, 1)
+    for _ in range(20):
+        await session.catch_up([late])
+    assert late.calls.count("begin") == 1
+
+
+async def test_a_push_waits_for_an_engine_when_all_are_gone_and_not_for_one_that_refuses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refit_module, "_AGAIN_S", 0.0)
+    engine, rounds = RecordingEngine(), 0
+
+    async def source() -> list[RecordingEngine]:
+        nonlocal rounds
+        rounds += 1
+        return [engine] if rounds > 3 else []
+
+    session = Refit(source, patience_s=60.0)
+    assert (await asyncio.wait_for(session.push(BUCKETS, 1), 10)).version == 1
+    engine.fail_at = "bucket"
+    with pytest.raises(ComponentLost, match="bucket refused"):
+        await session.push(BUCKETS, 2)
+    assert rounds == 5
+    with pytest.raises(ComponentLost, match="there is none") as error:
+        await Refit(_nobody).push(BUCKETS, 1)
+    assert isinstance(error.value.__cause__, EngineLost)
+
+
+async def _nobody() -> list[RecordingEngine]:
+    return []
+
+
+async def test_an_engine_is_paused_only_once_nobody_needs_its_old_weights() -> None:
+    engines = [RecordingEngine(url=f"http://{number}") for number in range(2)]
+    asked: list[str] = []
+
+    async def drained(url: str) -> None:
+        asked.append(url)
+        assert next(engine for engine in engines if engine.url == url).calls == []
+        await asyncio.sleep(0)
+
+    await refit(*engines, drained=drained).push(BUCKETS, 1)
+    assert sorted(asked) == ["http://0", "http://1"]
+    assert [engine.version for engine in engines] == [1, 1]
+
+
+async def test_a_resume_that_hangs_once_is_sent_again_and_the_engine_goes_on() -> None:
+    """Report D12."""
+
+    class HangsOnce(RecordingEngine):
+        async def resume(self) -> None:
+            if self.calls.count("resume") == 0:
+                self.stall_at = "resume"
+            else:
+                self.stall_at = None
+            await super().resume()
+
+    engine, other = HangsOnce(url="http://hangs"), RecordingEngine(url="http://other")
+    report = await refit(engine, other, timeout_s=0.05).push(BUCKETS, 1)
+    assert engine.calls.count("resume") == 2
+    assert (engine.paused, engine.version) == (False, 1)
+    assert other.version == report.version == 1

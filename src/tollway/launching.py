@@ -1,0 +1,87 @@
+"""From ``[engine]`` to the command line that starts one engine. Starts nothing; ``router.launch`` does.
+
+Options of upstream servers pass through unread. Depends on the configuration tree.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from tollway.engine.config import EngineConfig, Option
+from tollway.errors import ConfigError
+from tollway.router.launch import EngineLauncher, EnginePlan, RestartRule
+from tollway.settings import ADMIN_KEY_VARIABLE, Settings
+
+__all__ = ["check_program", "engine_plan", "launcher"]
+
+
+def launcher(settings: Settings, model: Path, *, shown: Path, count: int) -> EngineLauncher:
+    """The launcher of ``count`` engines over ``model``; ``shown`` is a file with the settings of this run."""
+    config = settings.engine
+    return EngineLauncher(
+        engine_plan(config, model, shown),
+        count=count,
+        logs=settings.run_dir / "logs",
+        rule=RestartRule(
+            restarts=config.restarts, window_s=config.restart_window_s, floor=min(config.min_engines, count)
+        ),
+    )
+
+
+def engine_plan(config: EngineConfig, model: Path, shown: Path) -> EnginePlan:
+    """How ``config`` says that an engine over ``model`` is started. Raises ``ConfigError``."""
+    # The admin key is for nobody but the session server and its owner.
+    env = {"OMP_NUM_THREADS": "1", ADMIN_KEY_VARIABLE: ""} if config.kind == "embedded" else {ADMIN_KEY_VARIABLE: ""}
+    if config.kind == "embedded":
+        argv = [sys.executable, "-P", "-m", "tollway", "engine", "-c", str(shown), "--model-path", str(model)]
+        argv += ["--host", "{host}", "--port", "{port}"]
+    elif config.kind == "sglang":
+        argv = [check_program(config) or config.executable, "serve", "--model-path", str(model)]
+        argv += ["--host", "{host}", "--port", "{port}", *_flags(config.sglang)]
+    else:
+        check_program(config)
+        argv = [part.replace("{model_path}", str(model)) for part in config.command]
+    return EnginePlan(
+        argv=tuple(argv),
+        says_ready=config.kind == "embedded",
+        host=config.host,
+        port=config.port,
+        env=env,
+        ready_timeout_s=config.ready_timeout_s,
+    )
+
+
+def check_program(config: EngineConfig) -> str | None:
+    """Where the program of a foreign engine is; ``None`` for the embedded one. Raises ``ConfigError``."""
+    if config.kind == "embedded":
+        return None
+    named = config.executable if config.kind == "sglang" else config.command[0]
+    found = shutil.which(named)
+    if found is not None:
+        return found
+    if config.kind == "sglang":
+        raise ConfigError(
+            f"engine.kind is sglang, and there is no program {named!r} here: install SGLang 0.5.19 or later in an "
+            "environment of its own (pip install sglang) and set engine.executable to its bin/sglang"
+        )
+    raise ConfigError(f"engine.command: there is no program {named!r} here; name one by its path")
+
+
+def _flags(options: dict[str, Option]) -> list[str]:
+    """Command-line flags; what is false is left out.
+
+    >>> _flags({"tp_size": 2, "enable-metrics": True, "enable-lora": False, "lora-paths": ["a", "b"]})
+    ['--tp-size', '2', '--enable-metrics', '--lora-paths', 'a', 'b']
+    """
+    flags: list[str] = []
+    for name, value in options.items():
+        if value is False:
+            continue
+        flags.append("--" + name.lstrip("-").replace("_", "-"))
+        if isinstance(value, list):
+            flags += value
+        elif value is not True:
+            flags.append(str(value))
+    return flags

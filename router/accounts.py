@@ -137,16 +137,7 @@ class Accounts:
         misses = _explain(tab, engine, facts, hit, cached, host_missed)
         if _unexplained(misses) and await self._read(engine, facts.ended_at):
             misses = _explain(tab, engine, facts, hit, cached, host_missed)
-        entry = replace(
-            _entry(tab, facts, hit, cached, misses),
-            retractions=reply.retractions,
-            versions=len({span.version for span in reply.versions}),
-            resumed=reply.resumed,
-            resumed_tokens=reply.resumed_tokens,
-        )
-        if tiers is not None and cached is not None:
-            host = min(tiers.host, cached)
-            entry = replace(entry, host=host, storage=min(tiers.storage, cached - host))
+        entry = _entry(tab, facts, hit, cached, misses, reply=reply)
         tab.settled = True
         self._enter(tab, engine, entry)
         return replace(facts, evicted=_evicted(engine))
@@ -161,15 +152,14 @@ class Accounts:
         hit = _reach(tab, engine, facts)
         misses = _explain(tab, engine, facts, hit, tab.cached, 0)
         if not _unexplained(misses):
-            self._enter(tab, engine, replace(_entry(tab, facts, hit, tab.cached, misses), outcome=outcome))
+            self._enter(tab, engine, _entry(tab, facts, hit, tab.cached, misses, outcome=outcome))
             return
 
         async def later() -> None:
             await self._read(engine, facts.ended_at)
             found = _explain(tab, engine, facts, hit, tab.cached, 0)
             # Its session may have been forgotten meanwhile.
-            entry = replace(_entry(tab, facts, hit, tab.cached, found), outcome=outcome)
-            self._enter(tab, engine, entry, late=True)
+            self._enter(tab, engine, _entry(tab, facts, hit, tab.cached, found, outcome=outcome), late=True)
 
         task = asyncio.get_running_loop().create_task(later())
         self._late.add(task)
@@ -262,17 +252,35 @@ def _unexplained(misses: Sequence[Miss]) -> int:
     return sum(miss.tokens for miss in misses if miss.cause in ("unknown", "server_restarted"))
 
 
-def _entry(tab: Tab, facts: CallFacts, hit: Reach, cached: int | None, misses: tuple[Miss, ...]) -> Entry:
+def _entry(
+    tab: Tab,
+    facts: CallFacts,
+    hit: Reach,
+    cached: int | None,
+    misses: tuple[Miss, ...],
+    *,
+    outcome: Literal["ok", "failed", "cancelled"] = "ok",
+    reply: GenerateReply | None = None,
+) -> Entry:
+    tiers = reply.cached_tiers if reply is not None else None
+    host = min(tiers.host, cached) if tiers is not None and cached is not None else None
     return Entry(
         engine_id=facts.engine_id,
         model=tab.model,
         prompt=facts.prompt_tokens,
         cached=cached,
+        host=host,
+        storage=min(tiers.storage, cached - host) if tiers is not None and cached and host is not None else 0,
         possible=hit.possible,
         first=tab.lineage.parent is None,
         misses=misses,
         beyond=hit.beyond,
         lost_prefix=hit.lost_prefix + tab.lineage.lost,
+        outcome=outcome,
+        retractions=reply.retractions if reply is not None else 0,
+        versions=len({span.version for span in reply.versions}) if reply is not None else 1,
+        resumed=reply.resumed if reply is not None else 0,
+        resumed_tokens=reply.resumed_tokens if reply is not None else 0,
     )
 
 

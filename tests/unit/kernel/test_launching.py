@@ -42,7 +42,8 @@ def test_a_given_command_gets_model_host_and_port_and_keeps_its_other_braces(tmp
 @pytest.mark.parametrize("kind", ["embedded", "sglang", "command"])
 def test_no_engine_gets_the_admin_key(tmp_path: Path, kind: str) -> None:
     config = EngineConfig(kind=kind, executable=program(tmp_path), command=[program(tmp_path)])  # type: ignore[arg-type]
-    assert engine_plan(config, MODEL, SHOWN).env[ADMIN_KEY_VARIABLE] == ""
+    env = engine_plan(config, MODEL, SHOWN).env
+    assert [env[name] for name in (ADMIN_KEY_VARIABLE, "TOLLWAY_ROUTER_KEY", "TOLLWAY_GATEWAY_KEY")] == [""] * 3
 
 
 def test_a_program_that_is_not_installed_is_named_with_what_to_do(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ import aiohttp
 import numpy as np
 import orjson
 import pytest
+from aiohttp import web
 
-from tollway.errors import ContextLengthExceeded
+from tollway.errors import ContextLengthExceeded, UpstreamError
 from tollway.records import Sampling
 from tollway.router.engines import EngineClient, GenerateCall
 from tollway.router.fake import FakeEngine, FakeReply
@@ -36,3 +37,27 @@ async def test_an_absurd_context_length_in_an_error_is_not_believed() -> None:
         with pytest.raises(ContextLengthExceeded) as caught:
             await EngineClient(engine.url, http).generate(CALL)
         assert orjson.loads(error_body(caught.value))["error"]["limit"] == 0
+
+
+async def test_no_answer_sends_a_call_to_another_address() -> None:
+    """An engine's address is checked when it is added; a redirect could name one that is refused there."""
+
+    async def elsewhere(request: web.Request) -> web.Response:
+        raise web.HTTPTemporaryRedirect(f"{engine.url}{request.path}")
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", elsewhere)
+    runner = web.AppRunner(app)
+    async with FakeEngine() as engine, aiohttp.ClientSession() as http:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        client = EngineClient(f"http://127.0.0.1:{runner.addresses[0][1]}", http)
+        for ask in (client.model_info(), client.server_info(), client.metrics("evicted"), client.flush_cache()):
+            with pytest.raises(UpstreamError, match="answered 307"):
+                await ask
+        assert await client.health_generate() is False
+        with pytest.raises(UpstreamError, match="answered 307"):
+            await client.generate(CALL)
+        await client.aclose()
+        await runner.cleanup()
+        assert (engine.model_info_calls, engine.health_calls, engine.control, engine.requests) == (0, 0, [], [])

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from live_engines import talking
 
-from tollway.errors import BadRequest, Conflict, EngineBusy, EngineLost, NoEngine
+from tollway.errors import BadRequest, Conflict, EngineBusy, EngineLost, NoEngine, NotFound
 from tollway.router.addresses import check_url
 from tollway.router.config import RouterConfig
 from tollway.router.fake import FakeEngine
@@ -64,6 +64,22 @@ async def stranger(answer: Callable[[web.Request], web.StreamResponse]) -> Async
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+# -- leaving ----------------------------------------------------------------------------------------
+
+
+async def test_an_engine_that_is_removed_twice_at_once_is_gone_once_and_can_be_added_meanwhile() -> None:
+    async with FakeEngine() as fake, watching() as fleet:
+        first = fleet.add(fake.url)
+        await reaches(first, EngineState.SERVING)
+        removals = [asyncio.create_task(fleet.remove("e0")) for _ in range(2)]
+        await asyncio.sleep(0)
+        second = fleet.add(fake.url)
+        outcomes = await asyncio.gather(*removals, return_exceptions=True)
+        assert [type(each) for each in outcomes] == [type(None), NotFound]
+        await reaches(second, EngineState.SERVING)
+        assert (first.http.closed, list(fleet.engines)) == (True, ["e1"])
 
 
 # -- joining ----------------------------------------------------------------------------------------

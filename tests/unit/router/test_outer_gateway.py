@@ -9,6 +9,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import aiohttp
 import numpy as np
@@ -300,6 +301,13 @@ async def test_a_gateway_that_dies_is_started_again_and_sessions_stay_on_their_e
             await router.generate(key, call(key, rid=f"{key}-after"), lineage=FIRST)
             assert home(router, key, engines) is there
             assert generated(there)[-1].rid == f"{key}-after"
+
+
+async def test_a_gateway_of_ours_gets_none_of_our_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TOLLWAY_ADMIN_KEY", "TOLLWAY_ROUTER_KEY", KEY_VARIABLE):
+        monkeypatch.setenv(name, "a-secret-of-ours")
+    async with behind_smg(1) as (router, _):
+        assert b"a-secret-of-ours" not in Path(f"/proc/{own(router).pid}/environ").read_bytes()
 
 
 async def test_a_gateway_ends_with_its_router() -> None:

@@ -399,7 +399,8 @@ async def test_five_hundred_creates_at_once_ask_no_engine(server: FakeServer) ->
     assert len({session.session_id for session in made}) == len({session.token for session in made}) == 512
     assert server.engine.health_calls - calls <= 9
     assert server.engine.most_health_calls <= 1
-    assert (server.engine.model_info_calls, server.engine.requests) == (joins, [])
+    assert server.engine.model_info_calls - joins <= 9
+    assert server.engine.requests == []
 
 
 async def test_a_server_that_starts_again_while_its_old_port_is_taken_takes_a_new_one_and_says_so(

@@ -232,3 +232,22 @@ async def test_sessions_used_longest_ago_make_room_for_others(tmp_path: Path) ->
             await ask(server, session, [user("one"), reply, user("two")])
             (row,) = await rows(server, session)
             assert len(row.turn_spans) == 2
+
+
+async def test_a_session_that_makes_room_while_its_tools_run_keeps_its_share_of_the_engines(tmp_path: Path) -> None:
+    """Who is only out of memory comes back soon: admission that forgot its KV would fill the engine twice."""
+    async with FakeServer(tmp_path, settings={"loaded_sessions": 1, "unload_after_s": 60.0}) as server:
+        store, table = server.gateway.store, server.gateway.router.table
+        away = await server.client.create()
+        await ask(server, away, [user("one")])
+        await asyncio.sleep(1.1)
+        await server.client.create()
+        assert away.session_id not in store._loaded
+        (target,) = table.targets("e0")
+        assert (table.pins[away.session_id].resting, target.sessions) == (False, 1)
+        store.unload(time.time() + 30)
+        assert target.sessions == 1
+        store.unload(time.time() + 100)
+        assert (table.pins[away.session_id].resting, target.sessions, target.resident_tokens) == (True, 0, 0)
+        await server.client.close(away.session_id)
+        assert store._away == set()

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from server_helpers import ROUTES, ask, asked, call, ok, post, say, sse, until, user
 
-from tollway.errors import BadRequest, NotFound, VersionNotReady
+from tollway.errors import BadRequest, EngineLost, NotFound, VersionNotReady
 from tollway.fleet_watch import Members
 from tollway.router.fake import FakeEngine, FakeReply
 from tollway.session_server.client import SessionOptions
 from tollway.session_server.fake import FakeServer
+from tollway.trainer.weights.refit import RefitNotice
 
 
 @contextlib.asynccontextmanager
@@ -200,6 +201,24 @@ async def test_a_refit_waits_no_longer_than_it_may(server: FakeServer, caplog: p
     await members.fleet()
     await members.drained(server.engine.url, limit_s=0.05)
     assert "1 sessions and 0 calls are fixed to version 0" in caplog.text
+    await members.aclose()
+
+
+async def test_an_engine_that_is_taken_away_during_a_refit_is_lost_to_it_and_ends_nothing_else(
+    server: FakeServer,
+) -> None:
+    await server.client.create(options=SessionOptions(exact_version=0))
+    members, url = Members(server.client, server.http), server.engine.url
+    await members.fleet()
+    waiting = asyncio.create_task(members.drained(url, limit_s=30))
+    await asyncio.sleep(0.1)
+    await server.client.remove_engine("e0")
+    await members.fleet()  # as the keeper does every second
+    with pytest.raises((EngineLost, NotFound)):
+        await waiting
+    for ask in (members.tell(RefitNotice(url=url, phase="resumed")), members.drained(url, limit_s=30)):
+        with pytest.raises(EngineLost, match="not in the fleet any more"):
+            await ask
     await members.aclose()
 
 

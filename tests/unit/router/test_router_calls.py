@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -82,6 +83,18 @@ async def test_there_is_exactly_one_re_dispatch() -> None:
         with pytest.raises(EngineLost):
             await router.generate("s", call(), lineage=NONE)
         assert sorted(request.rid for engine in engines for request in engine.requests) == ["r", "r-again"]
+
+
+async def test_a_call_to_the_process_before_says_nothing_of_the_one_that_came_back() -> None:
+    async with fleet(1, OTHERS) as (router, engines):
+        engine = router.fleet.engines["e0"]
+        engines[0].script = lambda request: FakeReply(ids=[5], delay_s=0.1, drop_after=0)
+        running = asyncio.create_task(router.generate("s", call(), lineage=NONE))
+        await until(lambda: engines[0].requests, "the engine has the call")
+        engine.client = copy.copy(engine.client)  # as after a loss and a return
+        with pytest.raises(EngineLost):
+            await running
+        assert (engine.health.failures, engine.doubted) == (0, False)
 
 
 async def test_what_a_client_saw_is_never_sampled_again() -> None:
@@ -192,6 +205,20 @@ async def test_sessions_of_a_removed_engine_move_because_it_was_drained_not_lost
         assert home.url not in moved.engine_name
 
 
+async def test_sessions_of_an_engine_that_was_dead_when_it_was_taken_away_lost_it() -> None:
+    """A launcher hears first that its engine died and removes it before any call or probe of the router finds out."""
+    async with fleet(2, QUICK.model_copy(update={"probe_interval_s": 600.0})) as (router, engines):
+        await router.generate("s", call(rid="r0"), lineage=NONE)
+        home, _ = home_of(engines)
+        engine_id = router.table.pins["s"].engine_id
+        await home.stop()
+        assert states(router) == ["serving"] * 2, "the router does not know yet"
+        await asyncio.gather(router.remove_engine(engine_id), router.remove_engine(engine_id))
+        moved = await router.generate("s", call(rid="r1"), lineage=NONE)
+        assert moved.facts.moved == "engine_lost"
+        assert home.url not in moved.engine_name
+
+
 # -- 503 and pauses ---------------------------------------------------------------------------------
 
 
@@ -236,6 +263,41 @@ async def test_a_first_call_that_meets_an_engine_without_room_goes_to_another_on
             await router.generate("x", call("x", rid="x"), lineage=NONE)
         assert len({id(engine) for engine in engines if engine.requests}) == 2, "both were asked"
         assert sum(len(engine.requests) for engine in engines) == 3
+
+
+async def test_a_session_with_a_running_call_stays_although_another_of_its_calls_finds_no_room() -> None:
+    """Two choices of a first turn: one session is on one engine."""
+    async with fleet(2) as (router, engines):
+        refused: list[str] = []
+
+        def script(request: FakeRequest) -> FakeReply:
+            if request.rid == "r0":
+                return FakeReply(ids=[7], delay_s=0.3)
+            if request.rid not in refused and not refused:
+                refused.append(request.rid)
+                return FakeReply(ids=[], status=503, error="full")
+            return FakeReply(ids=[8])
+
+        for engine in engines:
+            engine.script = script
+        running = asyncio.create_task(router.generate("s", call(rid="r0"), lineage=NONE))
+        await until(lambda: any(engine.requests for engine in engines), "the first choice runs")
+        home, other = home_of(engines)
+        second = await router.generate("s", call(rid="r1"), lineage=NONE)
+        assert second.dispatches == ("r1", "r1-retry1")
+        assert {second.engine_name, (await running).engine_name} == {f"{home.url}#0"}
+        assert other.requests == []
+
+
+async def test_refused_versions_use_up_none_of_the_attempts_after_a_503() -> None:
+    async with fleet(1, QUICK.model_copy(update={"version_wait_s": 10.0, "max_retries": 1})) as (router, engines):
+        refusal = FakeReply(ids=[], status=409, error="version 0 is not loaded yet")
+        full = FakeReply(ids=[], status=503, error="full")
+        engines[0].script = scripted(refusal, refusal, full, FakeReply(ids=[7]))
+        routed = await router.generate("s", call(), lineage=NONE, want=Wanted(minimum=0))
+        assert [each.why for each in routed.attempts] == ["", "not_ready", "not_ready", "busy"]
+        assert len(set(routed.dispatches)) == 4
+        assert router._calls._pause_s(5000) == 8.0, "however often it was refused"
 
 
 async def test_a_new_session_waits_while_the_only_engine_pauses() -> None:
@@ -399,6 +461,15 @@ async def test_a_restored_pin_waits_for_its_engine_to_join_and_keeps_its_rank() 
             assert router.table.load("e1").resident_tokens == 500
             router.restore_session("gone", "http://127.0.0.1:9#0", dp_rank=1)
             assert router.table.pin("gone") is None
+
+
+async def test_a_session_whose_rank_is_gone_goes_on_at_another_rank_of_its_only_engine() -> None:
+    async with fleet(1) as (router, engines):
+        router.restore_session("s", f"{engines[0].url}#0", dp_rank=1, resident_tokens=500)
+        async with asyncio.timeout(QUICK.admission_timeout_s / 2):
+            routed = await router.generate("s", call(), lineage=NONE)
+        assert (routed.facts.dp_rank, routed.facts.moved) == (None, "rank")
+        assert router.table.load("e0").resident_tokens == 500
 
 
 async def test_a_session_that_rests_counts_against_no_room_until_it_calls_again() -> None:

@@ -57,7 +57,7 @@ class EngineService:
     def build(cls, config: EngineConfig, loop: asyncio.AbstractEventLoop, on_crash: asyncio.Event) -> EngineService:
         """Load the model of ``config``; raises ``ConfigError`` when that cannot work."""
         if config.model_path is None:
-            raise ConfigError("engine.model_path is not set; name a model directory in HF layout")
+            raise ConfigError("engine.model_path is not set; name one in HF layout (tollway new-model makes one)")
         torch.set_num_threads(config.threads)
         decoder = load_decoder(config.model_path, dtype=config.dtype, context_length=config.context_length)
         generation = Generation(

@@ -97,7 +97,10 @@ def read_eos_ids(directory: Path, spec: ModelSpec) -> tuple[int, ...]:
 def read_config(directory: Path) -> dict[str, object]:
     """Read ``directory/config.json``; says what to do when there is none."""
     if not directory.is_dir():
-        raise ConfigError(f"model directory {directory} does not exist; set engine.model_path to a model in HF layout")
+        raise ConfigError(
+            f"model directory {directory} does not exist; set engine.model_path to a model in HF layout "
+            "(tollway new-model makes one)"
+        )
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

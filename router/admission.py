@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from tollway.errors import CapacityExceeded, NoEngine, TollwayError, VersionNotReady
+from tollway.router import metrics
 from tollway.router.config import RouterConfig
-from tollway.router.placement import wait_s
 from tollway.router.queues import AdmissionQueue, CallTicket, SessionTicket, SlotQueue, possible, should_move
 from tollway.router.table import Ask, Pin, RoutingTable
 from tollway.router.targets import ANY, Target, Wanted
@@ -40,6 +40,10 @@ class Admission:
         self._calls: dict[CallTicket, asyncio.Future[None]] = {}
         self._refused: OrderedDict[tuple[str, str], float] = OrderedDict()
         """Arrival of sessions that waited in vain, so that a retry does not go to the end."""
+        self._wanted: Counter[tuple[str, Wanted]] = Counter()
+        """(model, versions) of those that wait: looked through at every change, so without the waiting themselves."""
+        self._due = False
+        """Another look at the queue is on its way."""
         table.on_room = self.changed
 
     # -- sessions ----------------------------------------------------------------------------------
@@ -80,12 +84,14 @@ class Admission:
             if ticket.pin is not None:
                 return ticket.pin
             self._tickets[name] = ticket
+            self._wanted[model, want] += 1
         return await self._wait(ticket)
 
     async def _wait(self, ticket: SessionTicket) -> Pin:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiters = self._waiters.setdefault(ticket, set())
         waiters.add(waiter)
+        metrics.WAITING.labels("session").inc()
         try:
             async with asyncio.timeout(self._config.admission_timeout_s):
                 await waiter
@@ -97,6 +103,7 @@ class Admission:
                 self._table.unpin(ticket.ask.key, ticket.pin)
             raise
         finally:
+            metrics.WAITING.labels("session").dec()
             waiters.discard(waiter)
             if not waiters:
                 self._forget(ticket)
@@ -117,10 +124,12 @@ class Admission:
 
     def changed(self) -> None:
         """Engines or room changed: start whom there is room for, refuse who can no longer be served."""
+        self._due = False
         if self._tickets:
             self._pump()
-            for ticket in list(self._tickets.values()):
-                if ticket.pin is None and self._lost_its_version(ticket):
+            lost = {name for name in self._wanted if self._cannot_be(*name)}
+            for ticket in list(self._tickets.values()) if lost else ():
+                if ticket.pin is None and (ticket.ask.model, ticket.ask.want) in lost:
                     self._wake(ticket)
         for target in self._slots.targets():
             self._start(self._slots.pump(target))
@@ -135,9 +144,16 @@ class Admission:
                 waiter.set_result(None)
 
     def _forget(self, ticket: SessionTicket) -> None:
-        del self._waiters[ticket], self._tickets[ticket.ask.key, ticket.ask.model]
+        ask = ticket.ask
+        del self._waiters[ticket], self._tickets[ask.key, ask.model]
+        self._wanted[ask.model, ask.want] -= 1
+        if not self._wanted[ask.model, ask.want]:
+            del self._wanted[ask.model, ask.want]
         self._queue.withdraw(ticket)
-        self.changed()  # what it had claimed is free
+        # What it had claimed is free. Thousands may leave at once, and one look is enough for all of them.
+        if not self._due:
+            self._due = True
+            asyncio.get_running_loop().call_soon(self.changed)
 
     # -- refusals ----------------------------------------------------------------------------------
 
@@ -145,13 +161,13 @@ class Admission:
         targets = self._table.of_model(ask.model)
         if not any(each.admits for each in targets):
             raise self._no_engine(ask.model)
-        if not possible(targets, ask):
+        if not possible(targets, ask.want):
             raise self._not_ready(ask)
 
-    def _lost_its_version(self, ticket: SessionTicket) -> bool:
-        """Some target takes sessions, and none of them the version that this one wants."""
-        targets = self._table.of_model(ticket.ask.model)
-        return any(each.admits for each in targets) and not possible(targets, ticket.ask)
+    def _cannot_be(self, model: str, want: Wanted) -> bool:
+        """Some target of ``model`` takes sessions, and none of them has a version that is wanted."""
+        targets = self._table.of_model(model)
+        return any(each.admits for each in targets) and not possible(targets, want)
 
     def _refusal(self, ticket: SessionTicket) -> TollwayError:
         """Why the session did not get a place."""
@@ -208,6 +224,7 @@ class Admission:
     async def _wait_slot(self, ticket: CallTicket) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._calls[ticket] = waiter
+        metrics.WAITING.labels("call").inc()
         try:
             async with asyncio.timeout(self._config.admission_timeout_s):
                 await waiter
@@ -220,6 +237,7 @@ class Admission:
                     retry_after_s=_RETRY_S,
                 ) from None
         finally:
+            metrics.WAITING.labels("call").dec()
             del self._calls[ticket]
 
     def _start(self, tickets: list[CallTicket]) -> None:
@@ -229,10 +247,6 @@ class Admission:
                 waiter.set_result(None)
 
     # -- migration ---------------------------------------------------------------------------------
-
-    def wait_s(self, target: Target) -> float:
-        """Estimated seconds until a call that comes now would run; 0 where there is no limit or no measurement."""
-        return wait_s(target)
 
     def should_move(self, pin: Pin, *, want: Wanted = ANY) -> bool:
         """Whether the session should leave by ``table.move(key, "migration")`` before its next call.

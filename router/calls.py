@@ -33,6 +33,8 @@ __all__ = ["Attempt", "Calls", "Routed"]
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 8.0
 """Between two attempts at an engine that refuses for now."""
+_DOUBLINGS = 16
+"""Of that pause; versions may be refused a thousand times, and 2 ** 1024 is no number of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,19 @@ class _Course:
     """A client saw tokens that no whole piece holds yet: they cannot be taken back."""
     redispatched: bool = False
     retries: int = 0
+    """Further attempts after a 503."""
+    refusals: int = 0
+    """Times that an engine said that it has not the wanted version."""
     refused_until: float | None = None
     """Monotonic second until which an engine may go on saying that it is not ready."""
 
     def sits(self, seat: Seat, tab: Tab) -> None:
         """The next attempt goes to ``seat``."""
-        pin = seat.pin
+        pin, sign = seat.pin, seat.engine.client.facts.priority_sign
         tab.sent(seat.engine, dp_rank=pin.dp_rank, moved=pin.moved)
-        if self.current.routed_dp_rank != pin.dp_rank:
-            self.current = replace(self.current, routed_dp_rank=pin.dp_rank)
+        priority = sign * seat.priority if sign else None
+        if (self.current.routed_dp_rank, self.current.priority) != (pin.dp_rank, priority):
+            self.current = replace(self.current, routed_dp_rank=pin.dp_rank, priority=priority)
         self.attempts.append(Attempt(self.current.rid, seat.engine.name, self.why))
 
     def came_from(self, seat: Seat, tab: Tab) -> None:
@@ -187,7 +193,8 @@ class Calls:
             self._fleet.relieved(engine)
         except TollwayError as error:
             outcome = error.code
-            if isinstance(error, (EngineLost, EngineBusy)):
+            # What the process before said last is nothing against the one that came back.
+            if isinstance(error, (EngineLost, EngineBusy)) and client is engine.client:
                 self._fleet.failed(engine, error)
             raise
         finally:
@@ -231,12 +238,12 @@ class Calls:
             course.refused_until = now + self._config.version_wait_s
         if now >= course.refused_until:
             raise not_ready(terms.want, self._seats.versions(terms.model))
-        course.retries += 1
-        course.again("not_ready", f"retry{course.retries}")
-        await self._seats.change(min(self._pause_s(course.retries), course.refused_until - now))
+        course.refusals += 1
+        course.again("not_ready", f"version{course.refusals}")
+        await self._seats.change(min(self._pause_s(course.refusals), course.refused_until - now))
 
     def _pause_s(self, retries: int) -> float:
-        return float(min(self._config.retry_pause_s * 2 ** (retries - 1), _LONGEST_PAUSE_S))
+        return float(min(self._config.retry_pause_s * 2 ** min(retries - 1, _DOUBLINGS), _LONGEST_PAUSE_S))
 
     def _continued(self, course: _Course) -> bool:
         """Whether the reply was aborted by its engine and goes on; prepares the call that asks for the rest."""

@@ -53,7 +53,7 @@ class _Canary:
         app = web.Application(client_max_size=1 << 20)
         app.router.add_post("/generate", self._generate)
         app.router.add_get("/{any:.*}", self._describe)
-        self._runner = web.AppRunner(app, shutdown_timeout=0.0)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.0, access_log=None)
 
     async def __aenter__(self) -> _Canary:
         await self._runner.setup()

@@ -17,6 +17,7 @@ from tollway.router.engines import EngineClient, Timeouts
 from tollway.router.fleet import Engine, Fleet, RefitPhase
 from tollway.router.gateway import OuterGateway
 from tollway.router.placement_client import RemotePlacement
+from tollway.router.placement_lease import Lease
 from tollway.router.seats import Placement
 from tollway.router.table import RoutingTable
 
@@ -64,11 +65,9 @@ class Chooser(Placement, Protocol):
 
 
 def open_chooser(
-    config: RouterConfig, table: RoutingTable, admission: Admission, *, server_name: str
+    config: RouterConfig, table: RoutingTable, admission: Admission, lease: Lease | None
 ) -> Chooser | None:
-    """Whoever the configuration names; ``None`` when this router places sessions itself."""
-    if config.placement_url:
-        return RemotePlacement(config, table, name=server_name)
+    """Whoever the configuration names, else the service of the ``lease``; ``None``: this router places sessions."""
     if config.gateway or config.gateway_url:
         return OuterGateway(config, table, admission)
-    return None
+    return RemotePlacement(config, table, lease) if lease is not None else None

@@ -32,8 +32,8 @@ class RouterConfig(Section):
     kv_budget_tokens: int | None = Field(default=None, gt=0)
     """Resident tokens that an engine may hold; by default what the engine reports."""
     kv_share: float = Field(default=1.0, gt=0, le=1)
-    """This server's share of the room that engines report; below 1 where several servers share engines. The
-    workers of one server share theirs by themselves."""
+    """This server's share of the room that engines report; below 1 where several servers share engines
+    and no placement service. The workers of one server have one."""
     engine_hosts: tuple[str, ...] = ("*",)
     """Hosts that ``POST /engines`` may name, as shell patterns; link-local addresses are refused in any case."""
     max_resumes: int = Field(default=8, ge=0)
@@ -66,4 +66,7 @@ class RouterConfig(Section):
         given = [name for name in ("gateway", "gateway_url", "placement_url") if getattr(self, name)]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} exclude each other: one of them chooses the engine of a session")
+        for name in ("gateway_url", "placement_url"):
+            if (url := getattr(self, name)) and not url.startswith(("http://", "https://")):
+                raise ValueError(f"{name} {url!r}: want http://host:port")
         return self

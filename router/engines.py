@@ -3,7 +3,8 @@
 Owns the translation of transport failures: a lost connection is ``EngineLost``, the engine's 4xx is
 ``EngineRefused`` (context overflow ``ContextLengthExceeded``), its 503 ``EngineBusy``, other 5xx and garbage
 ``UpstreamError``.
-It never retries and never chooses an engine. aiohttp carries every call; the caller owns the session.
+It never retries, follows no redirect (which could name an address that no engine may have) and never chooses an
+engine. aiohttp carries every call; the caller owns the session.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import base64
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,6 +35,7 @@ from tollway.router.aborts import Aborts
 from tollway.router.facts import UNKNOWN, EngineFacts
 from tollway.router.losses import lost_words, nobody_listens
 from tollway.router.replies import blob_names, meta_of, parse_reply
+from tollway.router.said import said_text
 from tollway.router.streams import Assembly, event_batches, parse_object
 from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Json, call_pieces
 
@@ -57,8 +59,14 @@ request that meets the closing looks like a lost engine."""
 
 PauseMode = Literal["abort", "retract", "in_place"]
 _JSON = {"content-type": "application/json"}
-_METRICS_BYTES = 8 << 20
-"""As much of a server's metrics as is read; what comes after that is no metrics page."""
+_ANSWER_BYTES = 8 << 20
+"""As much as is read of any answer but a reply: a server may send without end, and longer ones are garbage."""
+_REPLY_BYTES = 1 << 29
+"""The same of a reply that is not streamed: expert choices of a long one are hundreds of megabytes."""
+_MOST_TOKENS, _MOST_RANKS = 2**40, 1024
+"""Limits above these are no limits of an engine; each rank is a target of its own."""
+_LONGEST_PATH, _LONGEST_VERSION = 4096, 64
+"""Characters that are kept of what an engine calls its model directory and its version."""
 _SCATTER_BYTES = 65536
 """Bodies below this are joined: copying them costs less than handing their pieces to the kernel."""
 
@@ -149,6 +157,8 @@ class EngineClient:
         self.timeouts = timeouts or Timeouts()
         self.facts = facts
         self._http = http
+        self._bodies: set[aiohttp.StreamReader] = set()
+        """Of answers that are read now."""
         self.aborts = Aborts(self.abort, needless=lambda: http.closed)
         t = self.timeouts
         self._call_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s)
@@ -159,6 +169,11 @@ class EngineClient:
     async def aclose(self) -> None:
         """Wait for aborts that are still on their way. Does not close the shared HTTP session."""
         await self.aborts.aclose()
+
+    def hang_up(self) -> None:
+        """End every call whose answer is on its way: to close its connection does not wake who reads from it."""
+        for body in list(self._bodies):
+            body.set_exception(aiohttp.ClientConnectionError("the engine was given up"))
 
     # -- generation --------------------------------------------------------------------------------
 
@@ -172,9 +187,9 @@ class EngineClient:
         done = False
         try:
             async with self._post_call(call, self._call_timeout) as response:
-                body = await response.read()
                 if response.status != 200:
-                    raise self._refused(call, response.status, body)
+                    raise self._refused(call, response.status, await self._read(response))
+                body = await self._read(response, _REPLY_BYTES)
             reply = parse_reply(call, parse_object(body, blob_names(call)), facts=self.facts)
             done = True
             return reply
@@ -199,21 +214,22 @@ class EngineClient:
         try:
             async with self._post_call(call, self._stream_timeout) as response:
                 if response.status != 200:
-                    raise self._refused(call, response.status, await response.read())
+                    raise self._refused(call, response.status, await self._read(response))
                 progressed = time.monotonic()
-                async for events in event_batches(response):
-                    for data in assembly.worth_reading(events):
-                        event = assembly.read(data)
-                        if "error" in event:
-                            done = True
-                            raise self._refused(call, _error_status(event), data)
-                        delta = assembly.add(event)
-                        if delta is not None:
-                            yield delta
-                            progressed = time.monotonic()
-                    # Bytes keep the socket's own deadline away; without a token among them they are no progress.
-                    if time.monotonic() - progressed > self.timeouts.progress_s:
-                        raise TimeoutError(f"no token for {self.timeouts.progress_s:g} s")
+                with self._reading(response):
+                    async for events in event_batches(response):
+                        for data in assembly.worth_reading(events):
+                            event = assembly.read(data)
+                            if "error" in event:
+                                done = True
+                                raise self._refused(call, _error_status(event), data)
+                            delta = assembly.add(event)
+                            if delta is not None:
+                                yield delta
+                                progressed = time.monotonic()
+                        # Bytes keep the socket's own deadline away; without a token among them they are no progress.
+                        if time.monotonic() - progressed > self.timeouts.progress_s:
+                            raise TimeoutError(f"no token for {self.timeouts.progress_s:g} s")
             if assembly.last is None or meta_of(assembly.last).get("finish_reason") is None:
                 # It ended its answer in due form: alive, and nothing that could be recorded.
                 raise UpstreamError(f"engine {self.url} ended the stream of {call.rid} without a finish reason")
@@ -250,7 +266,8 @@ class EngineClient:
     async def model_info(self) -> ModelInfo:
         """What is served, and the weight version stamped on it."""
         raw = await self._get("/model_info")
-        return ModelInfo(str(raw.get("model_path", "")), str(raw.get("weight_version", "")), raw)
+        path, version = said_text(raw.get("model_path", ""), _LONGEST_PATH), raw.get("weight_version", "")
+        return ModelInfo(path, said_text(version, _LONGEST_VERSION), raw)
 
     async def server_info(self) -> ServerInfo:
         """Limits of the engine."""
@@ -258,20 +275,20 @@ class EngineClient:
         version = raw.get("version")
         return ServerInfo(
             version=version if isinstance(version, str) else None,
-            context_length=_first_int(raw, "context_length", "max_req_input_len"),
-            max_total_tokens=_first_int(raw, "max_total_num_tokens", "max_total_tokens"),
-            page_size=_first_int(raw, "page_size") or 1,
-            dp_size=_first_int(raw, "dp_size") or 1,
+            context_length=_limit(self.url, raw, "context_length", "max_req_input_len"),
+            max_total_tokens=_limit(self.url, raw, "max_total_num_tokens", "max_total_tokens"),
+            page_size=_limit(self.url, raw, "page_size") or 1,
+            dp_size=_limit(self.url, raw, "dp_size", most=_MOST_RANKS) or 1,
             raw=raw,
         )
 
     async def metrics(self, *names: str) -> dict[str, list[float]]:
         """Values of Prometheus series of ``GET /metrics`` over all their labels; empty where it has no such series."""
         try:
-            async with self._http.get(self.url + "/metrics", timeout=self._probe_timeout) as response:
-                data = b""
-                while len(data) < _METRICS_BYTES and (more := await response.content.read(1 << 16)):
-                    data += more
+            async with self._http.get(
+                self.url + "/metrics", timeout=self._probe_timeout, allow_redirects=False
+            ) as response:
+                data = await self._read(response)
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
@@ -330,9 +347,9 @@ class EngineClient:
         timeout = self._probe_timeout if probe else self._control_timeout
         try:
             async with self._http.post(
-                self.url + path, data=orjson.dumps(body), headers=_JSON, timeout=timeout
+                self.url + path, data=orjson.dumps(body), headers=_JSON, timeout=timeout, allow_redirects=False
             ) as response:
-                data = await response.read()
+                data = await self._read(response)
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
@@ -344,8 +361,8 @@ class EngineClient:
 
     async def _get(self, path: str) -> Json:
         try:
-            async with self._http.get(self.url + path, timeout=self._probe_timeout) as response:
-                data = await response.read()
+            async with self._http.get(self.url + path, timeout=self._probe_timeout, allow_redirects=False) as response:
+                data = await self._read(response)
                 status = response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
@@ -355,8 +372,8 @@ class EngineClient:
 
     async def _status(self, path: str) -> int:
         try:
-            async with self._http.get(self.url + path, timeout=self._probe_timeout) as response:
-                await response.read()
+            async with self._http.get(self.url + path, timeout=self._probe_timeout, allow_redirects=False) as response:
+                await self._read(response)
                 return response.status
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
@@ -397,9 +414,39 @@ class EngineClient:
                     upstream_status=400,
                 )
 
+    async def _read(self, response: aiohttp.ClientResponse, most: int = _ANSWER_BYTES) -> bytes:
+        """The body, or its first ``most`` bytes and a bit: whoever parses it says that it is broken."""
+        parts: list[bytes] = []
+        size = 0
+        with self._reading(response):
+            while size < most and (part := await response.content.readany()):
+                parts.append(part)
+                size += len(part)
+        return b"".join(parts)
+
+    @contextmanager
+    def _reading(self, response: aiohttp.ClientResponse) -> Iterator[None]:
+        """``hang_up`` reaches whoever reads ``response`` meanwhile."""
+        self._bodies.add(response.content)
+        try:
+            yield
+        finally:
+            self._bodies.discard(response.content)
+
     def _lost(self, error: BaseException) -> EngineLost:
         words, timed_out = f"engine {self.url}: {lost_words(error)}", isinstance(error, TimeoutError)
         return EngineLost(words, refused=nobody_listens(error), timed_out=timed_out)
+
+
+def _limit(url: str, raw: Json, *names: str, most: int = _MOST_TOKENS) -> int | None:
+    """The first of ``names`` that is a positive integer. Raises ``UpstreamError`` for one beyond ``most``."""
+    for name in names:
+        value = raw.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if value > most:
+                raise UpstreamError(f"engine {url} says {name} {value}, want {most} at most")
+            return value
+    return None
 
 
 def _refusal(url: str, call: GenerateCall, status: int, body: bytes) -> TollwayError:
@@ -439,21 +486,12 @@ def _error_text(body: bytes) -> str:
     except orjson.JSONDecodeError:
         return body[:300].decode("utf-8", "replace")
     if isinstance(value, dict):
-        inner = value.get("error", value)
-        if isinstance(inner, dict):
-            inner = inner.get("message", inner)
-        return str(inner)[:500]
-    return str(value)[:300]
+        value = value.get("error", value)
+        if isinstance(value, dict):
+            value = value.get("message", value)
+    return said_text(value, 500)
 
 
 def _limit_in(text: str) -> int:
     numbers = [int(number) for number in re.findall(r"(?<!\d)\d{1,9}(?!\d)", text)]
     return numbers[-1] if numbers else 0
-
-
-def _first_int(raw: Json, *names: str) -> int | None:
-    for name in names:
-        value = raw.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    return None

@@ -33,6 +33,8 @@ _SPANS_SINCE, _SESSIONS_SINCE = (0, 5, 19), (0, 5, 18)
 """First SGLang releases that report weight versions per token, and that load weights in sessions."""
 _PAIR_KEYS = frozenset({"EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP"})
 """Speculative algorithms under which SGLang keys its prefix cache by pairs of ids."""
+_LONGEST = 80
+"""Characters of a name that an engine gives itself: records of every call repeat it."""
 _C4 = 4
 """Compression ratio of the DeepSeek-V4 layers that have an indexer."""
 
@@ -55,6 +57,8 @@ class EngineFacts:
     """Its prefix cache is keyed by pairs of ids (EAGLE): it finds one position less."""
     strips_thinking: bool = False
     """It keeps no output of calls that reasoned in its prefix cache."""
+    priority_sign: int = 0
+    """1 when its scheduler takes requests with a higher ``priority`` first, -1 when lower ones, 0 when it has none."""
     cumulative_streams: bool = False
     """Every event of a stream repeats the whole reply so far: a long reply costs its length squared."""
 
@@ -68,15 +72,15 @@ def read_facts(model: Json, server: Json, config: Json) -> EngineFacts:
     if not isinstance(kind, str):
         # Only SGLang's own server answers with the arguments that it was started with.
         kind = "sglang" if "internal_states" in server and "launch_command" in server else ""
-    release = server.get("version")
     return EngineFacts(
-        kind=kind,
-        release=release if isinstance(release, str) else "",
-        precision=_precision(kind, server, config),
+        kind=kind[:_LONGEST],
+        release=_name(server.get("version")),
+        precision=_precision(kind, server, config)[:_LONGEST],
         route_shape=_route_shape(model) or _route_shape(server) or _route_shape(config),
         indexer_shape=_indexer_shape(model) or _indexer_shape(server) or _indexer_shape(config),
-        bigram_keys=str(server.get("speculative_algorithm") or "").upper() in _PAIR_KEYS,
+        bigram_keys=_name(server.get("speculative_algorithm")).upper() in _PAIR_KEYS,
         strips_thinking=server.get("strip_thinking_cache") is True,
+        priority_sign=_priority_sign(server),
         cumulative_streams=server.get("incremental_streaming_output") is False,
     )
 
@@ -90,7 +94,7 @@ def check_release(url: str, server: Json) -> None:
     version = server.get("version")
     if isinstance(server.get("engine"), str) or not isinstance(version, str):
         return
-    match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", version)
+    match = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})[\w.+-]{0,30}", version)
     if match is None or (release := (int(match[1]), int(match[2]), int(match[3]))) == (0, 0, 0):
         return
     lacks = [
@@ -103,7 +107,7 @@ def check_release(url: str, server: Json) -> None:
     ]
     if lacks:
         raise UpstreamError(
-            f"engine {url} runs SGLang {version[:40]}, which has no {' and no '.join(lacks)}; "
+            f"engine {url} runs SGLang {match[0]}, which has no {' and no '.join(lacks)}; "
             f"install SGLang {'.'.join(map(str, _SPANS_SINCE))} or later there"
         )
 
@@ -111,7 +115,12 @@ def check_release(url: str, server: Json) -> None:
 def start_of(server: Json) -> str:
     """What tells one start of the program from the next; empty when ``/server_info`` does not say."""
     said = [server.get("startup_time"), server.get("random_seed")]
-    return "" if said == [None, None] else orjson.dumps(said, option=orjson.OPT_SORT_KEYS).decode()[:2000]
+    if said == [None, None]:
+        return ""
+    try:
+        return orjson.dumps(said, option=orjson.OPT_SORT_KEYS).decode()[:2000]
+    except TypeError:  # deeper than it writes
+        return ""
 
 
 def is_unique(start: str) -> bool:
@@ -134,6 +143,16 @@ def directory_config(model_path: str) -> Json:
     except (OSError, orjson.JSONDecodeError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _priority_sign(server: Json) -> int:
+    if server.get("enable_priority_scheduling") is not True:
+        return 0  # a server without it may refuse requests that name a priority
+    return -1 if server.get("schedule_low_priority_values_first") is True else 1
+
+
+def _name(value: object) -> str:
+    return value[:_LONGEST] if isinstance(value, str) else ""
 
 
 def _precision(kind: str, server: Json, config: Json) -> str:

@@ -8,6 +8,7 @@ nothing. Depends on ``engines``, ``member``, ``watch``.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import aiohttp
 from tollway.errors import Conflict, EngineBusy, EngineLost, NoEngine, NotFound, TollwayError, UpstreamError
 from tollway.records import PolicyVersion
 from tollway.router import metrics
-from tollway.router.addresses import check_url
+from tollway.router.addresses import Resolver, check_url
 from tollway.router.config import RouterConfig
 from tollway.router.engines import KEEP_ALIVE_S, EngineClient, Timeouts
 from tollway.router.facts import is_unique
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 RefitPhase = Literal["paused", "resumed", "failed"]
 """What a trainer does to an engine: it stopped generation, lets it go on, or left its weights half-loaded."""
+_LOOK_S = 0.5
+"""Longest look at whether an engine is gone; one that does not answer in time may be busy."""
 
 
 class Fleet:
@@ -47,8 +50,10 @@ class Fleet:
     ) -> None:
         self.engines: dict[str, Engine] = {}
         self.policy = PolicyWeights()
-        self.next_number = 0
-        """Of the id that the next new engine gets."""
+        self._numbers = itertools.count()
+        """Of the ids that new engines get."""
+        self.died: set[str] = set()
+        """Ids of engines that were dead when they were taken away."""
         self._config = config
         self._on_change = on_change
         self._client = client
@@ -89,9 +94,8 @@ class Fleet:
                 return engine
         http, client = _connect(url, self._config, self._client)
         health = EngineHealth(self._config.probe_failures, self._config.busy_window_s)
-        name = engine_id or f"e{self.next_number}"
+        name = engine_id or next(each for n in self._numbers if (each := f"e{n}") not in self.engines)
         engine = Engine(name, url, client, http, health, membership or Membership())
-        self.next_number += 0 if engine_id else 1
         self.engines[engine.id] = engine
         self._note_down(engine.model)
         self._tasks[name] = asyncio.get_running_loop().create_task(self._watch.follow(engine), name=f"probe {name}")
@@ -108,17 +112,31 @@ class Fleet:
             self.changed(engine)
         engine.wake.set()
 
+    async def look(self, engine: Engine) -> None:
+        """Find out now, not at the next probe, when nobody listens at the engine's address any more."""
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await engine.client.model_info()
+        except EngineLost as error:
+            if error.refused:
+                self.failed(engine, error)
+        except Exception as error:  # boundary: whatever it answers, who looks wants to take it away
+            logger.debug("engine %s was looked at and is not known to be gone: %r", engine.name, error)
+
     async def remove(self, engine_id: str) -> None:
         """Forget an engine; its running calls end with ``EngineLost``."""
         engine = self.get(engine_id)
+        # It is gone before anything is awaited: a second removal, or a new engine under its id, meets none of it.
+        del self.engines[engine_id]
+        (self.died.add if engine.health.state is EngineState.LOST else self.died.discard)(engine_id)
         task = self._tasks.pop(engine_id)
         task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
         if (timer := self._timers.pop(engine_id, None)) is not None:
             timer.cancel()
         engine.health.exited("removed")
-        self.engines.pop(engine_id, None)
         self.changed(engine)
+        engine.client.hang_up()
+        await asyncio.gather(task, return_exceptions=True)
         await engine.client.aclose()
         await engine.http.close()
 
@@ -186,14 +204,7 @@ class Fleet:
     def soon(self, model: str = "") -> bool:
         """Whether an engine of ``model`` takes no session now and will by itself: paused, or without room."""
         now = time.monotonic()
-        return any(
-            each.model == model
-            and (
-                (each.health.state is EngineState.PAUSED and not each.drained)
-                or (each.health.state is EngineState.SERVING and not each.admits(now))
-            )
-            for each in self.engines.values()
-        )
+        return any(each.model == model and each.pauses(now) for each in self.engines.values())
 
     async def wait_serving(self, timeout_s: float, count: int = 1, model: str = "") -> None:
         """Wait until ``count`` engines take traffic. Raises ``NoEngine`` with every engine's last words."""
@@ -212,18 +223,7 @@ class Fleet:
 
     def report(self, model: str | None = None) -> list[dict[str, object]]:
         """What every engine is and why, for whoever asks whether turns can be served; of one model or of all."""
-        return [
-            {
-                "id": each.id,
-                "url": each.url,
-                "model": each.model,
-                "state": str(each.health.state),
-                "version": each.version,
-                "reason": each.health.reason,
-            }
-            for each in self.engines.values()
-            if model is None or each.model == model
-        ]
+        return [each.brief() for each in self.engines.values() if model is None or each.model == model]
 
     def words(self, model: str | None = None) -> list[str]:
         """``report`` in words, a line for each engine."""
@@ -247,6 +247,8 @@ class Fleet:
 
     def failed(self, engine: Engine, error: TollwayError) -> None:
         """A call failed. A lost connection counts and is looked into at once; "no room" stops admission for a while."""
+        if self.engines.get(engine.id) is not engine:
+            return  # removed meanwhile; another one may have its id
         if isinstance(error, EngineBusy):
             self._rest(engine)
             return
@@ -301,9 +303,10 @@ class Fleet:
         logger.error("engine %s is lost: %s; %s", engine.name, engine.health.last_error, on)
         metrics.LOST.inc()
         old = engine.http
-        engine.http, client = _connect(engine.url, self._config, self._client)
-        engine.client = client
-        # Closing its connections ends every call on it with EngineLost.
+        old_client = engine.client
+        engine.http, engine.client = _connect(engine.url, self._config, self._client)
+        # Every call on it ends with EngineLost.
+        old_client.hang_up()
         task = asyncio.get_running_loop().create_task(old.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -322,7 +325,7 @@ class Fleet:
 
     def relieved(self, engine: Engine) -> None:
         """The engine has room again: its pause is over, or it served a call."""
-        if engine.busy_until == float("-inf"):
+        if engine.busy_until == float("-inf") or self.engines.get(engine.id) is not engine:
             return
         engine.busy_until = float("-inf")
         if (timer := self._timers.pop(engine.id, None)) is not None:
@@ -348,7 +351,7 @@ def _connect(
     url: str, c: RouterConfig, client: Callable[..., EngineClient]
 ) -> tuple[aiohttp.ClientSession, EngineClient]:
     http = aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, resolver=Resolver()),
         cookie_jar=aiohttp.DummyCookieJar(),
         # A reply with expert choices is a megabyte: with less room its reading stops and starts again.
         read_bufsize=1 << 20,

@@ -223,7 +223,7 @@ class OwnGateway(GatewayEnd):
             await asyncio.sleep(budget.pause_s)
             try:
                 smg = await self._launch()
-            except TollwayError as error:
+            except (TollwayError, OSError) as error:
                 logger.error("smg is not started again: %s", error)
                 return
 

@@ -44,6 +44,8 @@ class Growth:
         self._live_from = [0] * _BUCKETS
         self._first = (0.0, 0.0)
         """Decayed sums of (first prompts, their tokens)."""
+        self._median = 0.0
+        """Size of the middle one of those that ended; 0 while none has."""
         self._peaks: list[float] = []
         self._variances: list[int] = []
         self._events, self._patience = 0, 1
@@ -109,6 +111,11 @@ class Growth:
         """Variance of what such a session has at its end, in tokens squared."""
         return self._variances[_bucket(tokens)] if self._variances else 0
 
+    def doublings(self, tokens: int) -> int:
+        """How often a session with ``tokens`` has doubled the median of those that ended: 0 for most, 1 or more in the
+        long tail, which decides when a run ends."""
+        return int(log2(tokens / self._median)) if 0.0 < self._median < tokens else 0
+
     def _changed(self, weight: int) -> None:
         self._events += weight
         if self._events >= self._patience:
@@ -118,6 +125,7 @@ class Growth:
     def _compute(self) -> None:
         """Peak of the expected footprint and variance of the end, by present size. About 80 us."""
         ended = [each / self._weight for each in self._ended]
+        self._median = _median(ended)
         began = [old / self._weight + new for old, new in zip(self._ended_from, self._live_from, strict=True)]
         count, total = self._first
         if count:
@@ -143,6 +151,17 @@ class Growth:
             peaks[bucket], variances[bucket] = following, max(0, int(square - mean * mean))
             at_risk -= began[bucket]
         self._peaks, self._variances = peaks, variances
+
+
+def _median(ended: list[float]) -> float:
+    half, so_far = sum(ended) / 2, 0.0
+    if half <= 0.0:
+        return 0.0
+    for bucket, count in enumerate(ended):
+        so_far += count
+        if so_far >= half:
+            return float(_EDGES[bucket])
+    return 0.0
 
 
 def _bucket(tokens: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 
 import aiohttp
 
@@ -29,7 +30,8 @@ def lost_words(error: BaseException) -> str:
     if nobody_listens(error):
         return "nobody listens there: its process is gone, or has not started yet"
     if isinstance(error, aiohttp.ClientConnectorDNSError):
-        return "its host name is not known"
+        known = not isinstance(error.os_error, socket.gaierror)
+        return error.os_error.strerror if known and error.os_error.strerror else "its host name is not known"
     if isinstance(error, aiohttp.ServerDisconnectedError):
         return "it closed the connection without an answer"
     if isinstance(error, aiohttp.ClientPayloadError):

@@ -99,6 +99,23 @@ class Engine:
         """Whether it takes new sessions."""
         return self.health.state is EngineState.SERVING and now >= self.busy_until
 
+    def pauses(self, now: float) -> bool:
+        """Whether it takes none now and will by itself: paused, or without room."""
+        if self.health.state is EngineState.PAUSED:
+            return not self.drained
+        return self.health.state is EngineState.SERVING and not self.admits(now)
+
+    def brief(self) -> dict[str, object]:
+        """What it is and why, for whoever asks whether turns can be served."""
+        return {
+            "id": self.id,
+            "url": self.url,
+            "model": self.model,
+            "state": str(self.health.state),
+            "version": self.version,
+            "reason": self.health.reason,
+        }
+
     def flushed_since(self, version: PolicyVersion, upto: PolicyVersion) -> bool:
         """Whether a refit to a version in (``version``, ``upto``] dropped the cache."""
         return any(version < flushed <= upto for flushed in self.flushed_versions)
@@ -117,14 +134,9 @@ class Engine:
     def describe(self) -> dict[str, object]:
         """JSON form for ``GET /engines``."""
         return {
-            "id": self.id,
-            "url": self.url,
+            **self.brief(),
             "incarnation": self.health.incarnation,
-            "state": str(self.health.state),
-            "reason": self.health.reason,
-            "model": self.model,
             "frozen": self.membership.frozen,
-            "version": self.version,
             "flush_epoch": self.flush_epoch,
             "model_path": self.model_path,
             "kind": self.client.facts.kind,

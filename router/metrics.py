@@ -9,7 +9,7 @@ from prometheus_client import Counter, Gauge
 from tollway.router.cache_ledger import Entry
 from tollway.telemetry import declare
 
-__all__ = ["CALLS", "ENGINES_SERVING", "IN_FLIGHT", "LOST", "REDISPATCHED", "WASTED", "count_cache"]
+__all__ = ["CALLS", "ENGINES_SERVING", "IN_FLIGHT", "LOST", "REDISPATCHED", "WAITING", "WASTED", "count_cache"]
 
 CALLS = Counter(
     declare("tollway_router_calls", "calls", "Generation calls by outcome", "counter"),
@@ -27,6 +27,14 @@ LOST = Counter(
 IN_FLIGHT = Gauge(
     declare("tollway_router_in_flight_calls", "calls", "Generation calls running now", "gauge"),
     "Generation calls running now",
+    multiprocess_mode="livesum",
+)
+WAITING = Gauge(
+    declare(
+        "tollway_router_waiting", "requests", "First calls that wait for KV room, calls that wait for a slot", "gauge"
+    ),
+    "First calls that wait for KV room (session), calls that wait for a slot (call)",
+    ["kind"],
     multiprocess_mode="livesum",
 )
 ENGINES_SERVING = Gauge(

@@ -29,13 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePlacement:
-    """The placement of one session server, decided by a service for several.
+    """The placement of one session server, decided by a service for several."""
 
-    ``name`` stays the same when the server starts again, so that it takes its own sessions over.
-    """
-
-    def __init__(self, config: RouterConfig, table: RoutingTable, *, name: str, key: str | None = None) -> None:
-        self.lease = Lease(config, table, name=name, key=key)
+    def __init__(self, config: RouterConfig, table: RoutingTable, lease: Lease) -> None:
+        self.lease = lease
         self._config, self._table = config, table
         self._joined = asyncio.Event()
         """An engine changed here."""
@@ -52,16 +49,13 @@ class RemotePlacement:
     # -- life --------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """As ``Lease.start``."""
-        await self.lease.start()
+        """Nothing: whoever has the lease takes it."""
 
     async def restored(self) -> None:
-        """As ``Lease.restored``."""
-        await self.lease.restored()
+        """Nothing: the lease tells."""
 
     async def aclose(self) -> None:
-        """As ``Lease.aclose``."""
-        await self.lease.aclose()
+        """Nothing: whoever has the lease ends it."""
 
     @property
     def ready(self) -> bool:
@@ -79,9 +73,9 @@ class RemotePlacement:
     ) -> Pin:
         """As ``Admission.place``, asked of the service. Raises ``PlacementDown`` when it stays away, too."""
         deadline = time.monotonic() + self._config.admission_timeout_s
-        if (key, model) in self.lease.homes:  # it had a place, of which its engine had nothing yet
-            home = self.lease.homes.pop((key, model))[0]
-            await self._move(key, model, "busy", want, (home,))
+        had = self.lease.homes.get(key, {}).pop(model, None)
+        if had is not None:  # it had a place, of which its engine had nothing yet
+            await self._move(key, model, "busy", want, (had[0],))
         body = Place(
             server=self.lease.name,
             boot=self.lease.boot,
@@ -102,16 +96,17 @@ class RemotePlacement:
         pin = self._table.pin(key, model)
         if pin is None:
             raise NoEngine("the session ended while its place was asked for")
-        self.lease.homes[key, model] = (pin.engine_id, pin.dp_rank)
+        self.lease.homes.setdefault(key, {})[model] = (pin.engine_id, pin.dp_rank)
         return pin
 
     async def confirm(self, key: str, pin: Pin, want: Wanted = ANY) -> Pin:
         """The pin that the service agrees to, for one that was moved here; what was moved while it is away stays."""
         name, place = (key, pin.model), (pin.engine_id, pin.dp_rank)
-        home = self.lease.homes.get(name)
+        homes = self.lease.homes.setdefault(key, {})
+        home = homes.get(pin.model)
         if home == place:
             return pin
-        self.lease.homes[name] = place
+        homes[pin.model] = place
         if home is None or pin.moved is None:  # from before a restart: the service hears where it is
             self._tell_later(name)
             return pin
@@ -123,8 +118,8 @@ class RemotePlacement:
         if target is None or not target.serves or current is not pin:
             self._tell_later(name)
             return pin if current is None else current
-        self.lease.homes[name] = (target.engine_id, target.dp_rank)
-        return pin if self.lease.homes[name] == place else self._table.move_to(key, target, pin.moved)
+        homes[pin.model] = found = (target.engine_id, target.dp_rank)
+        return pin if found == place else self._table.move_to(key, target, pin.moved)
 
     def served(self, key: str, rid: str) -> Pin | None:
         """Nobody stands between server and engine."""
@@ -143,9 +138,8 @@ class RemotePlacement:
 
     def release(self, key: str) -> None:
         """The session ended."""
-        for name in [each for each in self.lease.homes if each[0] == key]:
-            del self.lease.homes[name]
-            self.lease.news.forget(*name)
+        for model in self.lease.homes.pop(key, {}):
+            self.lease.news.forget(key, model)
         self.lease.news.released.add(key)
         self.lease.wake()
 

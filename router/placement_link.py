@@ -16,6 +16,7 @@ from tollway.errors import (
     CapacityExceeded,
     Conflict,
     NoEngine,
+    NotFound,
     PlacementDown,
     TollwayError,
     Unauthorized,
@@ -41,8 +42,8 @@ class AttachFirst(TollwayError):
 class ServiceLink:
     """Asks one placement service. ``start`` before use, ``aclose`` after."""
 
-    def __init__(self, config: RouterConfig, *, key: str | None = None) -> None:
-        self.url = check_url(config.placement_url)
+    def __init__(self, config: RouterConfig, *, url: str, key: str | None = None) -> None:
+        self.url = check_url(url)
         self._connect_s = config.connect_timeout_s
         self._headers = {
             "authorization": f"Bearer {key if key is not None else os.environ.get(KEY_VARIABLE, '')}",
@@ -96,6 +97,8 @@ class ServiceLink:
             return BadRequest(f"the placement service {self.url} refuses a message: {words}")
         if code == "conflict":
             return Conflict(words)
+        if code == "not_found":
+            return NotFound(words)
         if code == "no_engine":
             return NoEngine(words)
         if code == "capacity_exceeded":

@@ -49,11 +49,12 @@ class News:
         self.drained = earlier.drained | self.drained
         self.refits = [*earlier.refits, *self.refits]
 
-    def report(self, server: str, boot: str, moved: list[SessionRow]) -> Report:
-        """The message; ``moved`` says where the moved sessions are now."""
+    def report(self, server: str, boot: str, moved: list[SessionRow], alive: list[str]) -> Report:
+        """The message; ``moved`` says where the moved sessions are now, ``alive`` which engines sent tokens."""
         return Report(
             server=server,
             boot=boot,
+            alive=alive,
             grown=[Grown(key=key, tokens=tokens, model=model) for (key, model), tokens in self.grown.items()],
             rested=list(self.rested),
             released=list(self.released),

@@ -38,7 +38,7 @@ from tollway.router.placement_wire import Attach, EngineSaid, Move, Place, Refit
 from tollway.router.shared_table import SharedTable
 from tollway.serving import KEEP_ALIVE_S, announce, listen
 
-__all__ = ["LEASE_S", "PlacementApp", "run"]
+__all__ = ["LEASE_S", "PlacementApp", "PlacementServer", "run"]
 
 logger = logging.getLogger(__name__)
 LEASE_S = 30.0
@@ -154,45 +154,75 @@ def run(config: RouterConfig, *, host: str, port: int, key: str, engine_urls: li
     """Serve until a signal comes. Raises ``ConfigError`` for a missing key, a taken port, a bad engine URL."""
     if not key:
         raise ConfigError(f"set {KEY_VARIABLE}: session servers and operators need it")
-    listener = listen(host, port, key="--port")
-    try:
-        asyncio.run(_serve(config, listener, key=key, engine_urls=engine_urls))
-    finally:
-        listener.close()
+    service = PlacementServer(config, listen(host, port, key="--port"), key=key, kind=_Process)
+    asyncio.run(service.serve(engine_urls))
 
 
-async def _serve(config: RouterConfig, listener: socket.socket, *, key: str, engine_urls: list[str]) -> None:
-    shared = SharedTable(config, lease_s=LEASE_S)
-    try:
-        for url in engine_urls:
-            try:
-                shared.add(EngineSaid(url=url))
-            except BadRequest as error:
-                raise ConfigError(str(error)) from None
-        await shared.start()
-        settings = uvicorn.Config(
-            PlacementApp(shared, key=key),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=1,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        await _Server(settings, listener).serve(sockets=[listener])
-    finally:
-        await shared.aclose()
+class PlacementServer:
+    """The service on a listening socket, which it closes at its end; here inside a process that does other things."""
+
+    def __init__(
+        self, config: RouterConfig, listener: socket.socket, *, key: str, kind: type[_Guest] | None = None
+    ) -> None:
+        self._shared_config, self._listener = config, listener
+        self.key = key
+        self._kind = kind or _Guest
+        self._server: _Guest | None = None
+
+    def stop(self) -> None:
+        """Let ``serve`` end."""
+        if self._server is not None:
+            self._server.should_exit = True
+
+    async def serve(self, engine_urls: list[str]) -> None:
+        """Serve until ``stop``. Raises ``ConfigError`` for a bad engine URL, and what breaks inside."""
+        shared = SharedTable(self._shared_config, lease_s=LEASE_S)
+        serving: asyncio.Task[None] | None = None
+        try:
+            for url in engine_urls:
+                try:
+                    shared.add(EngineSaid(url=url))
+                except BadRequest as error:
+                    raise ConfigError(str(error)) from None
+            watch = await shared.start()
+            settings = uvicorn.Config(
+                PlacementApp(shared, key=self.key),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+                timeout_keep_alive=KEEP_ALIVE_S,
+            )
+            self._server = self._kind(settings, self._listener)
+            serving = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+            await asyncio.wait({serving, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await (serving if serving.done() else watch)
+        finally:
+            if serving is not None:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+            await shared.aclose()
+            self._listener.close()
 
 
-class _Server(uvicorn.Server):
-    """uvicorn that announces itself and ends with status 0 on a signal."""
+class _Guest(uvicorn.Server):
+    """uvicorn that leaves signals and stdout to its process."""
 
     def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
         super().__init__(config)
         self._listener = listener
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class _Process(_Guest):
+    """uvicorn that announces itself and ends with status 0 on a signal."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)

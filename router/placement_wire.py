@@ -32,10 +32,13 @@ __all__ = [
 
 T = TypeVar("T")
 Name = Annotated[str, msgspec.Meta(max_length=256)]
+Id = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{0,64}$")]
 Key = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
 Url = Annotated[str, msgspec.Meta(min_length=1, max_length=2048)]
 Words = Annotated[str, msgspec.Meta(max_length=4096)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Version = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+"""What fits into an exported column."""
 Some = Annotated[int, msgspec.Meta(ge=1, le=2**40)]
 _encode = msgspec.json.Encoder().encode
 
@@ -44,10 +47,14 @@ class EngineSaid(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """An engine and what whoever adds it says of it."""
 
     url: Url
+    id: Id = ""
+    """What it is called where it is known; a service that does not know it yet calls it so, too."""
     model: Name = ""
     max_in_flight: Some | None = None
     """Of the whole engine."""
     frozen: bool = False
+    stale: bool = False
+    """Its weights are those that it was started with."""
     drained: bool = False
 
 
@@ -75,7 +82,7 @@ class Attach(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     sessions: list[SessionRow] | None = None
     """``None``: a start that has not read its journal yet; what is known of it stays."""
     engines: list[EngineSaid] = []
-    policy_version: Count | None = None
+    policy_version: Version | None = None
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -99,7 +106,7 @@ class RefitNotice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A trainer paused, flushed or reloaded an engine, or lets it go on."""
 
     url: Url
-    version: Count | None = None
+    version: Version | None = None
     flushed: bool = False
     phase: str | None = None
     reason: Words = ""
@@ -110,6 +117,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     server: Key
     boot: Key
+    alive: list[Url] = []
+    """Engines from which tokens came since: whatever probes say, they live."""
     grown: list[Grown] = []
     rested: list[Key] = []
     released: list[Key] = []
@@ -134,8 +143,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: Name = ""
     group: Name = ""
     parent: Name = ""
-    minimum: Count | None = None
-    exact: Count | None = None
+    minimum: Version | None = None
+    exact: Version | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31)] = 0
 
 
@@ -147,8 +156,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     key: Key
     reason: Name
     model: Name = ""
-    minimum: Count | None = None
-    exact: Count | None = None
+    minimum: Version | None = None
+    exact: Version | None = None
     exclude: list[Url] = []
     """URLs of engines."""
 
@@ -164,10 +173,11 @@ class Placed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class EngineRow(EngineSaid, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An engine as the service sees it."""
 
-    id: str
     state: str
     reason: Words = ""
-    version: Count | None = None
+    quarantined: Words = ""
+    """Why its weights may not serve: only a trainer knows, so a server that starts has to be told."""
+    version: Version | None = None
     sessions: int = 0
     resident_tokens: int = 0
     budget_tokens: int | None = None
@@ -177,7 +187,8 @@ class RefitRow(RefitNotice, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A notice with its number, for servers that did not give it."""
 
     serial: int
-    server: Key
+    server: Name
+    """Who gave it and needs to hear nothing; empty: an operator gave it to the service."""
 
 
 class FleetRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -190,7 +201,7 @@ class FleetRow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     engines: list[EngineRow]
     refits: list[RefitRow]
     """The latest ones."""
-    policy_version: Count | None = None
+    policy_version: Version | None = None
 
 
 def decode(data: bytes, kind: type[T]) -> T:

@@ -116,9 +116,9 @@ class AdmissionQueue:
         return placed
 
 
-def possible(targets: Collection[Target], ask: Ask) -> bool:
-    """Whether some target would take the session if it had room."""
-    return any(takes(each, ask.want) for each in targets)
+def possible(targets: Collection[Target], want: Wanted) -> bool:
+    """Whether some target would take a session that wants ``want`` if it had room."""
+    return any(takes(each, want) for each in targets)
 
 
 def should_move(table: RoutingTable, pin: Pin, *, want: Wanted = ANY, factor: float) -> bool:

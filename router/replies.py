@@ -23,6 +23,7 @@ from tollway.records import (
 )
 from tollway.router.blobs import decode_blob, narrow_signed, narrow_unsigned
 from tollway.router.facts import UNKNOWN, EngineFacts
+from tollway.router.said import said, said_text
 from tollway.router.sampled import mask_of, tops_of
 from tollway.router.wire import CacheTiers, GenerateCall, GenerateReply, Json
 
@@ -31,6 +32,10 @@ __all__ = ["blob_names", "cached_of", "ids_of", "int_of", "logprobs_of", "meta_o
 _FINISH: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _ROUNDING = 1e-3
 """How far above 0 a log-probability may come to lie by rounding."""
+_MOST = 2**31 - 1
+"""Beyond any count of one reply; sums of what is within it fit 64 bits for ever."""
+_LONGEST_VERSION = 64
+"""Characters."""
 _ONLY_INT = frozenset({int})
 _NUMBER = frozenset({int, float, type(None)})
 """JSON has no NaN: an engine that has one sends null."""
@@ -88,7 +93,7 @@ def meta_of(reply: Json) -> Json:
     """``meta_info`` of a reply or of a stream chunk."""
     meta = reply.get("meta_info")
     if not isinstance(meta, dict):
-        raise UpstreamError(f"engine reply has no meta_info object; keys are {sorted(map(str, reply))}")
+        raise UpstreamError(f"engine reply has no meta_info object; keys are {said(sorted(map(str, reply)))}")
     return cast(Json, meta)
 
 
@@ -136,8 +141,8 @@ def logprobs_of(meta: Json, ids: Ids) -> NDArray[np.float32]:
 def int_of(meta: Json, key: str) -> int:
     """A required non-negative integer of ``meta_info``."""
     value = meta.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise UpstreamError(f"engine sent {key} {value!r}, want a count")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST:
+        raise UpstreamError(f"engine sent {key} {said(value)}, want a count")
     return value
 
 
@@ -145,7 +150,7 @@ def cached_of(meta: Json, prompt_tokens: int) -> int | None:
     """Prompt tokens that were cached; ``None``: the engine did not say."""
     cached = meta.get("cached_tokens")
     if cached is not None and (type(cached) is not int or not 0 <= cached <= prompt_tokens):
-        raise UpstreamError(f"engine reports {cached!r} cached of {prompt_tokens} prompt tokens")
+        raise UpstreamError(f"engine reports {said(cached)} cached of {prompt_tokens} prompt tokens")
     return cached
 
 
@@ -154,7 +159,7 @@ def _tiers(meta: Json) -> CacheTiers | None:
     if details is None:
         return None
     if not isinstance(details, dict) or "device" not in details:
-        raise UpstreamError(f"engine sent cached_tokens_details {details!r}, want device, host and storage")
+        raise UpstreamError(f"engine sent cached_tokens_details {said(details)}, want device, host and storage")
     return CacheTiers(**{name: _count(details, name) for name in ("device", "host", "storage")})
 
 
@@ -167,7 +172,7 @@ def _finish(meta: Json) -> tuple[FinishReason, int | str | None]:
     reason = meta.get("finish_reason")
     kind = reason.get("type") if isinstance(reason, dict) else None
     if not isinstance(reason, dict) or not isinstance(kind, str) or kind not in _FINISH:
-        raise UpstreamError(f"engine ended with finish_reason {reason!r}, want stop, length or abort")
+        raise UpstreamError(f"engine ended with finish_reason {said(reason)}, want stop, length or abort")
     matched = reason.get("matched")
     if isinstance(matched, list):
         matched = matched[-1] if matched else None
@@ -191,7 +196,9 @@ def _versions(meta: Json, sampled: int, facts: EngineFacts) -> tuple[VersionSpan
             start, end = span["start"], span["end"]
             if not _ONLY_INT.issuperset((type(start), type(end))):
                 raise TypeError
-            version = VersionSpan(parse_version(str(span["version"])), start, end, facts.kind, facts.precision)
+            version = VersionSpan(
+                parse_version(said_text(span["version"], _LONGEST_VERSION)), start, end, facts.kind, facts.precision
+            )
             if version.start == version.end:
                 continue
             if version.start != at:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tollway.errors import InvalidRecord, UpstreamError
 from tollway.records import Ids, SamplingMask, TopLogprobs
 from tollway.router.blobs import decode_blob
+from tollway.router.said import said
 
 __all__ = ["mask_of", "tops_of"]
 
@@ -89,7 +90,7 @@ def _flat_tops(meta: Json, sampled: int, k: int) -> TopLogprobs:
     """From [rows, width] arrays whose first ``null_prefix`` rows were null and left out."""
     shape, missing = meta.get(f"{_FLAT}_shape"), meta.get(f"{_FLAT}_null_prefix", 0)
     if not isinstance(shape, list) or len(shape) != 2 or not _ONLY_INT.issuperset(map(type, (*shape, missing))):
-        raise UpstreamError(f"engine sent top logprobs of shape {shape!r} after {missing!r} null rows")
+        raise UpstreamError(f"engine sent top logprobs of shape {said(shape)} after {said(missing)} null rows")
     rows, width = shape
     if rows < 0 or width < 0 or rows + missing != sampled:
         raise UpstreamError(f"engine sent {rows} + {missing} rows of top logprobs for {sampled} output ids")
@@ -108,7 +109,7 @@ def _flat(meta: Json, part: str, kind: type[np.float32] | type[np.int32], count:
     if value is not None:
         named = meta.get(f"{name}_b64_dtype", np.dtype(kind).name)
         if named != np.dtype(kind).name:
-            raise UpstreamError(f"engine sent {name} as {named!r}, want {np.dtype(kind).name}")
+            raise UpstreamError(f"engine sent {name} as {said(named)}, want {np.dtype(kind).name}")
         data = decode_blob(name, value)
         found = np.frombuffer(data[: len(data) // 4 * 4], np.dtype(kind).newbyteorder("<"))
         size = len(data)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ class Seat:
     engine: Engine
     target: Target
     pin: Pin
+    priority: int = 0
+    """The session's own, and what its length adds."""
 
 
 class Seats:
@@ -110,6 +113,8 @@ class Seats:
         self._fleet = fleet
         self._admission = admission
         self._changes = Changes()
+        self._held: Counter[Pin] = Counter()
+        """Seats that calls hold now, by place of their session."""
 
     def changed(self) -> None:
         """An engine changed: whoever waits for that looks again."""
@@ -126,12 +131,19 @@ class Seats:
         """
         while True:
             engine, target, pin = await self._found(key, tokens, terms)
-            async with self._admission.slot(target, priority=terms.priority):
+            priority = terms.priority + self._table.urgency(pin)
+            async with self._admission.slot(target, priority=priority):
                 # While the call waited the engine may have gone or got other weights, or the session have moved.
                 if not (target.serves and terms.want.holds(target.version) and self._is_home(key, pin, target)):
                     continue
-                with self.holders.call(engine.id, terms.want.exact):
-                    yield Seat(engine, target, pin)
+                self._held[pin] += 1
+                try:
+                    with self.holders.call(engine.id, terms.want.exact):
+                        yield Seat(engine, target, pin, priority)
+                finally:
+                    self._held[pin] -= 1
+                    if not self._held[pin]:
+                        del self._held[pin]
                 return
 
     def _is_home(self, key: str, pin: Pin, target: Target) -> bool:
@@ -235,8 +247,12 @@ class Seats:
         return found if pin is found[2] else self._settled_at(pin)
 
     def _why_gone(self, pin: Pin) -> str:
-        """A lost engine is still known; one that is not was taken away by its operator."""
-        return "engine_lost" if pin.engine_id in self._fleet.engines else "drain"
+        """A lost engine is still known, or was dead when it was taken away; others an operator took away."""
+        engine = self._fleet.engines.get(pin.engine_id)
+        if engine is None:
+            return "engine_lost" if pin.engine_id in self._fleet.died else "drain"
+        # It may have come back with another number of ranks: the session's is gone, and another of them will do.
+        return "rank" if pin.target is None and engine.health.takes_calls else "engine_lost"
 
     def _moved(self, key: str, pin: Pin, reason: str, terms: Terms) -> tuple[Engine, Target, Pin]:
         moved = self._table.move(key, reason, model=terms.model, want=terms.want)
@@ -265,9 +281,12 @@ class Seats:
         return self._table.move(key, reason, model=terms.model, want=terms.want, exclude=exclude) is not None
 
     def withdraw(self, key: str, seat: Seat, terms: Terms, prompt_tokens: int) -> bool:
-        """Undo the placement of a session of which the engine has nothing yet, when another may take it instead."""
+        """Undo the placement of a session of which the engine has nothing yet, when another may take it instead.
+
+        A session with another call there stays: one session is on one engine.
+        """
         pin = self._table.pin(key, terms.model)
-        if pin is not seat.pin or pin.resident_tokens > prompt_tokens:
+        if pin is not seat.pin or pin.resident_tokens > prompt_tokens or pin in self._held:
             return False
         if not any(
             takes(each, terms.want) and each.engine_id != seat.engine.id for each in self._table.of_model(terms.model)

@@ -24,6 +24,7 @@ from tollway.router.config import RouterConfig
 from tollway.router.engines import EngineClient, GenerateCall, GenerateDelta
 from tollway.router.fleet import Engine, Fleet, Membership, RefitPhase
 from tollway.router.health import EngineState
+from tollway.router.placement_lease import Lease, Service
 from tollway.router.seats import Placement, Seats, TermFields, Terms
 from tollway.router.table import RoutingTable
 from tollway.router.versions import Holders
@@ -32,7 +33,10 @@ __all__ = ["Attempt", "Lineage", "Placement", "Routed", "Router"]
 
 
 class Router:
-    """Engines, pins and the cache ledger of one session server. ``placement`` decides for several servers.
+    """Engines, pins and the cache ledger of one session server.
+
+    ``service`` is a placement service that several servers share, by default the configured one: it owns the list of
+    engines, and places sessions unless ``placement`` or an outer gateway does.
 
     >>> async with Router(RouterConfig()) as router:  # doctest: +SKIP
     ...     router.add_engine("http://127.0.0.1:30000")
@@ -40,18 +44,29 @@ class Router:
     """
 
     def __init__(
-        self, config: RouterConfig, *, placement: Placement | None = None, server_name: str = "server"
+        self,
+        config: RouterConfig,
+        *,
+        placement: Placement | None = None,
+        server_name: str = "server",
+        service: Service | None = None,
     ) -> None:
         self.config = config
         self.table = RoutingTable()
         self.ledger = CacheLedger()
         self.admission = Admission(self.table, config)
-        self.chooser = open_chooser(config, self.table, self.admission, server_name=server_name)
+        if service is None and config.placement_url:
+            service = Service(url=config.placement_url)
+        self.lease = Lease(config, self.table, name=server_name, service=service) if service is not None else None
+        """At the placement service; ``None``: the list of engines is this router's own."""
+        self.chooser = open_chooser(config, self.table, self.admission, self.lease)
         """Chooses the engines of sessions in place of this router; ``None``: nobody else does."""
         client = self.chooser.client if self.chooser is not None else EngineClient
         self.fleet = Fleet(config, on_change=self._engine_changed, client=client)
         if self.chooser is not None:
             self.chooser.fleet = self.fleet
+        if self.lease is not None:
+            self.lease.copy.fleet = self.fleet
         self.accounts = Accounts(self.ledger, self.fleet)
         self.seats = Seats(config, self.table, self.fleet, self.admission, placement or self.chooser)
         self._calls = Calls(config, self.seats, self.fleet, self.accounts)
@@ -59,8 +74,14 @@ class Router:
         """Smallest context of the engines that take calls, by model."""
 
     async def __aenter__(self) -> Router:
-        if self.chooser is not None:
-            await self.chooser.start()
+        try:
+            if self.chooser is not None:
+                await self.chooser.start()
+            if self.lease is not None:
+                await self.lease.start()
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(
@@ -73,6 +94,8 @@ class Router:
         await self.accounts.aclose()
         if self.chooser is not None:
             await self.chooser.aclose()
+        if self.lease is not None:
+            await self.lease.aclose()
         await self.fleet.aclose()
 
     # -- engines -----------------------------------------------------------------------------------
@@ -86,10 +109,12 @@ class Router:
 
     async def remove_engine(self, engine_id: str) -> None:
         """Forget an engine; its sessions move at their next call."""
-        url = self.fleet.get(engine_id).url
+        engine = self.fleet.get(engine_id)
+        # Whoever started it hears of its death first and takes it away: its sessions were not drained, they lost it.
+        await self.fleet.look(engine)
         await self.fleet.remove(engine_id)
         if self.chooser is not None:
-            self.chooser.removed(url)
+            self.chooser.removed(engine.url)
 
     def drain_engine(self, engine_id: str) -> Engine:
         """No new session goes to the engine; its own go on."""
@@ -108,6 +133,8 @@ class Router:
     def describe_engine(self, engine: Engine) -> dict[str, object]:
         """One row of ``engines``."""
         row = engine.describe()
+        if self.lease is not None:
+            row["max_in_flight"] = self.lease.copy.limit(engine)  # the whole engine's, not this server's share
         if self.table.targets(engine.id):
             load = self.table.load(engine.id)
             row |= {name: value for name, value in asdict(load).items() if name != "engine_id"}
@@ -184,6 +211,8 @@ class Router:
         """All sessions from before a restart were given to ``restore_session``."""
         if self.chooser is not None:
             await self.chooser.restored()
+        if self.lease is not None:
+            await self.lease.restored()
 
     def hold_exact(self, key: str, version: PolicyVersion, model: str = "") -> None:
         """The session needs exactly this version until it is closed: a refit of engines that have it waits."""

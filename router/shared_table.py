@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar, cast, get_args
 
@@ -47,6 +47,8 @@ __all__ = ["SharedTable", "StaleLease"]
 
 logger = logging.getLogger(__name__)
 _REFITS_KEPT = 256
+_LONGEST_WORDS = 4096
+"""Characters of a reason: what is longer no server reads."""
 T = TypeVar("T")
 _PHASES = (None, *get_args(RefitPhase))
 
@@ -79,7 +81,7 @@ class SharedTable:
         self.epoch = secrets.token_hex(8)
         self.table = RoutingTable()
         self.admission = Admission(self.table, config)
-        self._hosts = config.engine_hosts
+        self._hosts, self._connect_s = config.engine_hosts, config.connect_timeout_s
         self.fleet = Fleet(config, on_change=self._engine_changed)
         self._servers: dict[str, _Server] = {}
         self._owners: dict[str, str] = {}
@@ -93,9 +95,10 @@ class SharedTable:
         """Monotonic seconds until which engines and servers may be on their way back to a service that restarted."""
         self._sweeper: asyncio.Task[None] | None = None
 
-    async def start(self) -> None:
-        """Begin to watch leases."""
+    async def start(self) -> asyncio.Task[None]:
+        """Begin to watch leases, in a task that ends by ``aclose`` or by an error of ours."""
         self._sweeper = asyncio.get_running_loop().create_task(self._sweep(), name="leases")
+        return self._sweeper
 
     async def aclose(self) -> None:
         """Stop watching engines and leases."""
@@ -111,7 +114,7 @@ class SharedTable:
         for said in message.engines:
             if said.url not in self._removed:
                 check_url(said.url, self._hosts)
-                self._try(self._add, said)
+                self._try(self._heard, said)
         known = [each for each in (message.policy_version, self.fleet.policy.version) if each is not None]
         self.fleet.policy.version = max(known, default=None)
         server = self._servers.get(message.server)
@@ -130,6 +133,7 @@ class SharedTable:
     def report(self, message: Report) -> None:
         """Enter what happened on a server. Raises ``StaleLease``."""
         server = self._of(message.server, message.boot)
+        self._hear_of_engines(message, server)
         for row in message.moved:
             self._settle(server, row)
         for grown in message.grown:
@@ -142,15 +146,19 @@ class SharedTable:
         for key in message.released:
             if key in server.keys:
                 self._release(server, key)
+
+    def _hear_of_engines(self, message: Report, server: _Server) -> None:
+        for engine in [each for each in self.fleet.engines.values() if each.url in message.alive]:
+            engine.health.progress(time.monotonic())
         for url, words in message.lost.items():
-            if (engine := self._engine(url)) is not None:
-                self.fleet.failed(engine, EngineLost(f"session server {server.name} says: {words}"))
+            if (lost := self._engine(url)) is not None:
+                self.fleet.failed(lost, EngineLost(f"session server {server.name} says: {words}"))
         for said in message.added:
             self._removed.discard(said.url)
-            self._try(self._add, said)
+            self._try(self._heard, said)
         for url, drained in message.drained.items():
-            if (engine := self._engine(url)) is not None and engine.drained != drained:
-                (self.fleet.drain if drained else self.fleet.undrain)(engine)
+            if (known := self._engine(url)) is not None and known.drained != drained:
+                (self.fleet.drain if drained else self.fleet.undrain)(known)
         for notice in message.refits:
             self._try(partial(self.refit, server=server.name), notice)
 
@@ -163,7 +171,7 @@ class SharedTable:
     def add(self, said: EngineSaid) -> Engine:
         """An operator adds an engine. Raises ``BadRequest``, ``Conflict``."""
         self._removed.discard(said.url)
-        return self._add(said)
+        return self._add(said, _membership(said))
 
     def refit(self, notice: RefitNotice, *, server: str = "") -> None:
         """Enter what a trainer did to an engine, and tell every other server. Raises ``NotFound``, ``BadRequest``."""
@@ -201,7 +209,8 @@ class SharedTable:
         return self._placed(pin)
 
     async def _admitted(self, message: Place) -> Pin:
-        """As ``Admission.place``; a service that has just started waits for its engines before it says no."""
+        """As ``Admission.place``; engines that are on their way here are waited for before it says no."""
+        patience = time.monotonic() + (self._connect_s if self.fleet.report(message.model) else 0.0)
         while True:
             try:
                 return await self.admission.place(
@@ -214,7 +223,7 @@ class SharedTable:
                     priority=message.priority,
                 )
             except NoEngine:
-                if not await self._changes.wait(self._settled_at - time.monotonic()):
+                if not await self._changes.wait(max(patience, self._settled_at) - time.monotonic()):
                     raise
 
     def move(self, message: Move) -> Placed:
@@ -284,7 +293,7 @@ class SharedTable:
             return
         pin = self.table.pin(row.key, row.model)
         if pin is not None and (pin.engine_id, pin.dp_rank) != (engine.id, row.dp_rank):
-            self.table.release(row.key)
+            self.table.unpin(row.key, pin)  # it goes on elsewhere: no end to learn from, and its other models stay
             pin = None
         if pin is None:
             self.table.restore(
@@ -306,14 +315,12 @@ class SharedTable:
         except TollwayError as error:
             logger.error("%s", error)
 
-    def _add(self, said: EngineSaid) -> Engine:
-        known = self._engine(said.url)
-        frozen = said.frozen if known is None else known.membership.frozen or said.frozen
-        limit = said.max_in_flight
-        if limit is None and known is not None:
-            limit = known.max_in_flight
-        membership = Membership(model=said.model, max_in_flight=limit, frozen=frozen)
-        engine = self.fleet.add(said.url, membership=membership)
+    def _heard(self, said: EngineSaid) -> Engine:
+        return self._add(said, _beside(said, self._engine(said.url)))
+
+    def _add(self, said: EngineSaid, membership: Membership) -> Engine:
+        free_id = said.id if said.id not in self.fleet.engines else ""
+        engine = self.fleet.add(said.url, engine_id=free_id, membership=membership)
         if said.drained and not engine.drained:
             self.fleet.drain(engine)
         self._changed()
@@ -367,6 +374,17 @@ class SharedTable:
                     self._changed()
 
 
+def _membership(said: EngineSaid) -> Membership:
+    return Membership(model=said.model, max_in_flight=said.max_in_flight, frozen=said.frozen, stale=said.stale)
+
+
+def _beside(said: EngineSaid, known: Engine | None) -> Membership:
+    """What a server that may have been away says of an engine, beside what is known of it."""
+    was = known.membership if known is not None else _membership(said)
+    limit, frozen = said.max_in_flight or was.max_in_flight, said.frozen or was.frozen
+    return replace(was, model=said.model, max_in_flight=limit, frozen=frozen)
+
+
 def _engine_row(engine: Engine, load: EngineLoad | None) -> EngineRow:
     return EngineRow(
         id=engine.id,
@@ -374,9 +392,11 @@ def _engine_row(engine: Engine, load: EngineLoad | None) -> EngineRow:
         model=engine.model,
         max_in_flight=engine.max_in_flight,
         frozen=engine.membership.frozen,
+        stale=engine.membership.stale,
         drained=engine.drained,
+        quarantined=engine.health.quarantine_reason[:_LONGEST_WORDS],
         state=str(engine.health.state),
-        reason=engine.health.reason,
+        reason=engine.health.reason[:_LONGEST_WORDS],
         version=engine.version,
         sessions=load.sessions if load is not None else 0,
         resident_tokens=load.resident_tokens if load is not None else 0,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import shutil
 import socket
@@ -183,7 +184,9 @@ async def _start(program: str, log: Path, key: str) -> ServerProcess:
         *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
         *("--control-plane-api-keys", f"tollway:tollway:admin:{key}", "--log-level", "warn"),
     ]
-    return await ServerProcess.spawn(argv, name="smg", log=log, url=f"http://127.0.0.1:{port}")
+    # Our own keys are no business of a program of others.
+    keys = {name: "" for name in os.environ if name.startswith("TOLLWAY_") and name.endswith("_KEY")}
+    return await ServerProcess.spawn(argv, name="smg", log=log, url=f"http://127.0.0.1:{port}", env=keys)
 
 
 async def _until_ready(process: ServerProcess, http: aiohttp.ClientSession, timeout_s: float) -> None:

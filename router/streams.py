@@ -147,6 +147,7 @@ class Assembly:
         """The last event."""
         self._cumulative = False
         self._prompt = call.prompt.size
+        self._most = call.sampling.max_new_tokens
         self._blobs = blob_names(call)
         self._ids = _Column("output_ids", b"]", fixed=True)
         self._logprobs = _Column("output_token_logprobs", b"]]")
@@ -179,6 +180,8 @@ class Assembly:
         """Take one parsed event; return its new tokens, ``None`` when it brought none."""
         meta = meta_of(event)
         total = int_of(meta, "completion_tokens")
+        if self._most is not None and total > self._most:  # it may never stop
+            raise UpstreamError(f"engine sent {total} output ids, {self._most} were asked for")
         before = len(self._ids.items)
         if self._ids.take(event.get("output_ids"), total):
             self._cumulative = True

@@ -7,6 +7,7 @@ place at the policy. Depends on ``placement``, ``growth`` and ``targets``.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -103,7 +104,7 @@ class RoutingTable:
         self._engines: dict[str, list[Target]] = {}
         self._models: dict[str, list[Target]] = {}
         self._groups: dict[tuple[str, str], _Group] = {}
-        self._growth: dict[str, Growth] = {}
+        self._growth: defaultdict[str, Growth] = defaultdict(Growth)
         self._placed = 0
 
     # -- targets -----------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class RoutingTable:
 
     def expected(self, ask: Ask) -> int:
         """Tokens that a new session needs with its expected growth."""
-        return max(ask.tokens, self._growth_of(ask.model).reserve(ask.tokens))
+        return max(ask.tokens, self._growth[ask.model].reserve(ask.tokens))
 
     def settle(self, ask: Ask, *, avoid: Collection[Target] = NO_TARGETS, over_budget: bool = False) -> Pin | None:
         """As ``place``; ``avoid`` are targets that others have claimed."""
@@ -224,7 +225,7 @@ class RoutingTable:
             target = most_room(targets, want=ask.want)
         if target is None:
             return None
-        growth = self._growth_of(ask.model)
+        growth = self._growth[ask.model]
         growth.started(ask.tokens)
         variance = growth.variance(ask.tokens)
         pin = Pin(
@@ -246,7 +247,7 @@ class RoutingTable:
         """Take over a pin from before a restart; the engine may become known later."""
         if self.pin(key, model) is not None:
             return
-        growth = self._growth_of(model)
+        growth = self._growth[model]
         growth.restored(resident_tokens)
         reserved = growth.reserve(resident_tokens)
         pin = Pin(
@@ -317,12 +318,16 @@ class RoutingTable:
             self._wake(pin)
         if tokens <= pin.resident_tokens:
             return
-        growth = self._growth_of(model)
+        growth = self._growth[model]
         growth.grew(pin.resident_tokens, tokens)
         _count(pin, -1)
         pin.resident_tokens, pin.reserved_tokens = tokens, growth.reserve(tokens)
         pin.variance = growth.variance(tokens)
         _count(pin, 1)
+
+    def urgency(self, pin: Pin) -> int:
+        """Steps of priority that a session has earned by its length: the longest ones decide when a run ends."""
+        return self._growth[pin.model].doublings(pin.resident_tokens)
 
     def rest(self, key: str) -> None:
         """Nobody has used the session for a while: its KV is what the engine evicts first, so it counts no more."""
@@ -342,14 +347,14 @@ class RoutingTable:
         for model, pins in self._pins.items():
             if (pin := pins.get(key)) is not None:
                 self._detach(key, pin)
-                self._growth_of(model).ended(pin.first_tokens, pin.resident_tokens)
+                self._growth[model].ended(pin.first_tokens, pin.resident_tokens)
         self.on_room()
 
     def unpin(self, key: str, pin: Pin) -> None:
         """Take back a placement that was not used; another pin of the key stays."""
         if self.pin(key, pin.model) is pin:
             self._detach(key, pin)
-            self._growth_of(pin.model).abandoned(pin.first_tokens, pin.resident_tokens)
+            self._growth[pin.model].abandoned(pin.first_tokens, pin.resident_tokens)
             self.on_room()
 
     def has_group(self, model: str, group: str) -> bool:
@@ -357,9 +362,6 @@ class RoutingTable:
         return (model, group) in self._groups
 
     # -- inside ------------------------------------------------------------------------------------
-
-    def _growth_of(self, model: str) -> Growth:
-        return self._growth.get(model) or self._growth.setdefault(model, Growth())
 
     def _of_key(self, key: str) -> Iterator[Pin]:
         return (pin for pins in self._pins.values() if (pin := pins.get(key)) is not None)

@@ -102,8 +102,9 @@ class Watch:
             if isinstance(raised, TollwayError):
                 error = raised
             else:
-                logger.exception("looking at engine %s failed", engine.url)
                 error = UpstreamError(f"engine {engine.url} said what cannot be understood: {raised!r}")
+                if said != str(error):
+                    logger.exception("looking at engine %s failed", engine.url)
             if health.failed(error, time.monotonic()):
                 self._lost(engine)
             elif health.state in (EngineState.JOINING, EngineState.LOST):

@@ -90,7 +90,10 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="write the trace as JSON lines")
     args = parser.parse_args()
     shape = Shape(sessions=args.sessions, group_size=args.group_size)
-    trace = read_trace(args.trace) if args.trace else synthetic(shape, args.seed)
+    try:
+        trace = read_trace(args.trace) if args.trace else synthetic(shape, args.seed)
+    except (OSError, ValueError) as error:
+        parser.error(f"--trace: {error}")
     if args.write:
         write_trace(args.write, trace)
     params = {

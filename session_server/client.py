@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,16 @@ from typing import Literal, TypeVar, cast
 import aiohttp
 import orjson
 
-from tollway.errors import CapacityExceeded, EngineLost, NotFound, ServerStopping, UpstreamError, WorkerDown
+from tollway.errors import (
+    CapacityExceeded,
+    ConfigError,
+    EngineLost,
+    NotFound,
+    ServerStopping,
+    TollwayError,
+    UpstreamError,
+    WorkerDown,
+)
 from tollway.messages import Message, ToolSpec
 from tollway.records import PolicyVersion, Sampling, Trajectory
 from tollway.session_server.client_forms import (
@@ -252,7 +262,7 @@ class SessionClient:
                     for delta in reader.feed(chunk):
                         yield delta
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._lost(error) from error
+            raise _lost(self.base_url, error) from error
         yield ChatDelta(reply=reader.reply())
 
     async def count_tokens(self, session: Session, messages: Sequence[Message], tools: Sequence[ToolSpec] = ()) -> int:
@@ -268,11 +278,12 @@ class SessionClient:
 
     async def cache(self, *, sessions: int = 0) -> Json:
         """Prefix-cache figures: hit rate, ceiling, efficiency, waste by cause; the most wasteful ``sessions``, too."""
-        return await self._call("GET", f"/cache?sessions={sessions}" if sessions else "/cache")
+        path = f"/cache?sessions={sessions}" if sessions else "/cache"
+        return await _asked(self.base_url, self._call("GET", path))
 
     async def fleet(self) -> Json:
         """``GET /engines``: every engine, the policy's version, and how long none has been ready."""
-        return await self._call("GET", "/engines")
+        return await _asked(self.base_url, self._call("GET", "/engines"))
 
     async def engines(self) -> tuple[Json, ...]:
         """The engines and their states."""
@@ -321,15 +332,7 @@ class SessionClient:
 
     async def readiness(self) -> Json:
         """``GET /readyz``: whether a turn can be served now, and what every engine is and why."""
-        url = f"{self.base_url}/readyz"
-        try:
-            async with self._http.get(url, headers=self._admin, timeout=self._timeout) as response:
-                body = await response.read()
-                if response.status not in (200, 503) or not body.startswith(b'{"ready"'):
-                    raise error_of(response.status, body, response.headers.get("retry-after"))
-                return object_of(body)
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._lost(error) from error
+        return await _asked(self.base_url, self._readiness())
 
     async def ready(self) -> bool:
         """Whether the server can serve a turn now."""
@@ -342,6 +345,17 @@ class SessionClient:
             return False
 
     # -- pieces ------------------------------------------------------------------------------------
+
+    async def _readiness(self) -> Json:
+        url = f"{self.base_url}/readyz"
+        try:
+            async with self._http.get(url, headers=self._admin, timeout=self._timeout) as response:
+                body = await response.read()
+                if response.status not in (200, 503) or not body.startswith(b'{"ready"'):
+                    raise error_of(response.status, body, response.headers.get("retry-after"))
+                return object_of(body)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise _lost(self.base_url, error) from error
 
     async def _call(self, method: str, path: str, body: Json | None = None) -> Json:
         """A control call. All of them may be sent twice: the second does nothing, or is refused as the first was."""
@@ -378,18 +392,34 @@ class SessionClient:
                     raise error_of(response.status, reply, response.headers.get("retry-after"))
                 return reply
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._lost(error) from error
-
-    def _lost(self, error: BaseException) -> EngineLost:
-        return _Unreachable(
-            f"session server at {self.base_url}: {type(error).__name__}: {error}",
-            refused=isinstance(error, aiohttp.ClientConnectorError),
-            timed_out=isinstance(error, TimeoutError),
-        )
+            raise _lost(self.base_url, error) from error
 
 
 class _Unreachable(EngineLost):
     """The session server itself did not answer."""
+
+
+def _lost(base_url: str, error: BaseException) -> TollwayError:
+    """What a call that got no answer raises, with what to look at."""
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return ConfigError(f"address of the session server {base_url!r}: want http://host:port")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        return _Unreachable(
+            f"no session server at {base_url}: {reason}; is it running, and is this its address?", refused=True
+        )
+    reason = f"{type(error).__name__}: {error}" if str(error) else "no answer in time"
+    return _Unreachable(f"session server at {base_url}: {reason}", timed_out=isinstance(error, TimeoutError))
+
+
+async def _asked(base_url: str, call: Awaitable[T]) -> T:
+    """The answer of a route that every session server has: who does not know it is none."""
+    try:
+        return await call
+    except NotFound as error:
+        raise NotFound(
+            f"{base_url} is no session server ({error}); want the address that tollway serve printed, without a path"
+        ) from error
 
 
 def _chat_body(

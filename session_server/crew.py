@@ -40,6 +40,9 @@ class Crew:
     """The listening socket of this worker alone."""
     port: int | None = None
     """Port of that socket; ``None`` for a server of one process."""
+    places_url: str = ""
+    """The placement service that the parent runs for its workers; empty: the configured one."""
+    places_key: str = field(default="", repr=False)
 
     @property
     def alone(self) -> bool:
@@ -75,6 +78,8 @@ class Crew:
             "public_fd": self.public_fd,
             "own_fd": self.own_fd,
             "port": self.port,
+            "places_url": self.places_url,
+            "places_key": self.places_key,
         }
         return {_VARIABLE: json.dumps(place)}
 

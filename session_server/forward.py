@@ -1,9 +1,9 @@
 """Requests that reach the wrong worker go to the right one, as they are, both ways streamed.
 
-Wraps a worker's application. A session's id names its owner; a new session goes to the owner of its parent or
-of its group, or to the workers in turn; changes of the fleet are made by worker 0, so that they have one order. What a
-sibling sent is never sent on, so there are no loops. Owns no state of sessions and reads no body but that of
-``POST /sessions``. Depends on ``siblings``, ``auth`` and, for errors, the dialects.
+Wraps a worker's application. A session's id names its owner; a new session goes to the owner of its parent or of its
+group, or to the workers in turn. What a sibling sent is never sent on, so there are no loops. Owns no state of
+sessions and reads no body but that of ``POST /sessions``. Depends on ``siblings``, ``auth`` and, for errors, the
+dialects.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ from tollway.session_server.dialects.messages import MESSAGES
 from tollway.session_server.http import Receive, Scope, Send, error_body, error_headers, header, read_body, send_reply
 from tollway.session_server.siblings import BASE, Siblings, down
 
-__all__ = ["LEADER", "Forwarder", "from_sibling"]
+__all__ = ["Forwarder", "from_sibling"]
 
 logger = logging.getLogger(__name__)
-LEADER = 0
-"""The worker that orders the changes of the fleet."""
 _MARK = "tollway.from_sibling"
 _HOP = frozenset(
     (
@@ -108,8 +106,6 @@ class Forwarder:
             token = auth.credential(headers)
             named = auth.session_of(token) if token is not None else None
             owner = auth.worker_of(named) if named is not None else None
-        elif f"{path}/".startswith("/engines/") and scope["method"] != "GET" and self._by_admin(scope):
-            owner = LEADER
         # An owner that does not exist is answered here, like any unknown session.
         return owner if owner is not None and owner != self._crew.index and owner < self._crew.size else None
 

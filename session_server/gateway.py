@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack
 
 from tollway.errors import BadRequest
 from tollway.router.config import RouterConfig
+from tollway.router.placement_lease import Service
 from tollway.router.service import Router
 from tollway.session_server import auth
 from tollway.session_server.api import TurnApi
@@ -78,11 +79,16 @@ class Gateway:
             parts.push_async_callback(self.journal.aclose)
             await self.journal.open()
             name = f"{socket.gethostname()}:{self.config.journal.absolute()}"[-200:]
-            self.router = await parts.enter_async_context(Router(self._router_config, server_name=name))
-            if not self._engine_urls:
-                logger.warning("no engine given: turns are refused until one is added with POST /engines")
+            self.router = await parts.enter_async_context(
+                Router(self._router_config, server_name=name, service=self._service())
+            )
+            if not self._engine_urls and not (self.crew.places_url or self._router_config.placement_url):
+                logger.warning("no engine given: turns are refused until one is added: tollway engines add URL")
             for url in self._engine_urls:
-                self.router.add_engine(url)
+                if self.router.lease is None or self.crew.alone:
+                    self.router.add_engine(url)
+                else:
+                    self.router.lease.announce(url)
             await parts.enter_async_context(self.siblings)
             self.fanout = Fanout(self.siblings, self.router)
             self.store = SessionStore(self.config, self.journal, self.router, worker=self.crew.index)
@@ -96,6 +102,13 @@ class Gateway:
             if self.config.engine_wait_s > 0:
                 await self.router.wait_ready(self.config.engine_wait_s)
             self._parts = parts.pop_all()
+
+    def _service(self) -> Service | None:
+        """Where the workers of one server have their engines and places; ``None``: as configured."""
+        crew, configured = self.crew, self._router_config.placement_url
+        if crew.places_url:
+            return Service(url=crew.places_url, key=crew.places_key, same_ids=True, part=(crew.index, crew.size))
+        return Service(url=configured, same_ids=True) if configured and not crew.alone else None
 
     async def stop(self) -> None:
         """Abort what runs, commit what is done, close everything. Idempotent."""

@@ -15,14 +15,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from tollway.errors import BadRequest, NotFound
-from tollway.router.fleet import Engine, Membership
+from tollway.router.fleet import Membership
 from tollway.router.targets import Wanted
 from tollway.router.versions import narrowed
 from tollway.session_server import auth
 from tollway.session_server.columns import pack_rows, rows_to_json
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.export import ExportFacts, ExportPolicy, export_rows
-from tollway.session_server.fanout import FLEET_PATH, FleetState
+from tollway.session_server.fanout import FLEET_PATH, Notice
 from tollway.session_server.forward import from_sibling
 from tollway.session_server.gateway import Gateway
 from tollway.session_server.http import found, header, read_body
@@ -76,8 +76,8 @@ class CreateBody(_Body):
     """Higher ones are first wherever calls wait."""
     ttl_s: float | None = Field(default=None, gt=0, le=31_536_000)
     sampling: SamplingBody = SamplingBody()
-    min_version: int | None = Field(default=None, ge=0)
-    exact_version: int | None = Field(default=None, ge=0)
+    min_version: int | None = Field(default=None, ge=0, le=2**31 - 1)
+    exact_version: int | None = Field(default=None, ge=0, le=2**31 - 1)
     metadata: dict[str, str | int | float | bool | None] = {}
     branches: Literal["all", "main"] = "all"
     """Which leaves the export has: all, or of each conversation with tools the one that was continued last."""
@@ -99,7 +99,7 @@ class EngineBody(_Body):
     url: str
     model: str = Field(default="", max_length=200)
     """Name of its model in the fleet; empty for the policy."""
-    max_in_flight: int | None = Field(default=None, ge=1)
+    max_in_flight: int | None = Field(default=None, ge=1, le=2**31 - 1)
     """Calls that it may run at once."""
     frozen: bool = False
     """No trainer brings it weights: it serves with the version that it has."""
@@ -110,7 +110,7 @@ class EngineBody(_Body):
 class RefitBody(_Body):
     """``POST /engines/{id}/refit``"""
 
-    version: int | None = Field(ge=0)
+    version: int | None = Field(ge=0, le=2**31 - 1)
     """``None``: it was flushed and has the weights that it had."""
     flushed: bool
     phase: Literal["paused", "resumed", "failed"] | None = None
@@ -322,57 +322,35 @@ async def engine(request: Request, engine_id: str, gateway: Admin) -> Response:
 async def add_engine(request: Request, gateway: Admin) -> Response:
     """Register an engine; it serves once its weight version is confirmed."""
     body = await _body(request, gateway, EngineBody)
-
     membership = Membership(model=body.model, max_in_flight=body.max_in_flight, frozen=body.frozen, stale=body.stale)
-
-    async def add() -> Engine:
-        return gateway.router.add_engine(body.url, membership)
-
-    return _json((await gateway.fanout.change(add)).describe(), status=201)
+    return _json(await gateway.fanout.add(body.url, membership), status=201)
 
 
 @router.delete("/engines/{engine_id}", status_code=204)
 async def remove_engine(engine_id: str, gateway: Admin) -> Response:
     """Forget an engine."""
-    await gateway.fanout.change(lambda: gateway.router.remove_engine(engine_id))
+    await gateway.fanout.remove(engine_id)
     return Response(status_code=204)
 
 
 @router.post("/engines/{engine_id}/drain")
 async def drain_engine(engine_id: str, gateway: Admin) -> Response:
     """Send it no new sessions."""
-
-    async def drain() -> Engine:
-        return gateway.router.drain_engine(engine_id)
-
-    return _json((await gateway.fanout.change(drain)).describe())
+    return _json(await gateway.fanout.drain(engine_id, drained=True))
 
 
 @router.post("/engines/{engine_id}/undrain")
 async def undrain_engine(engine_id: str, gateway: Admin) -> Response:
     """Send it new sessions again."""
-
-    async def undrain() -> Engine:
-        engine = gateway.router.fleet.get(engine_id)
-        gateway.router.fleet.undrain(engine)
-        return engine
-
-    return _json((await gateway.fanout.change(undrain)).describe())
+    return _json(await gateway.fanout.drain(engine_id, drained=False))
 
 
 @router.post("/engines/{engine_id}/refit")
 async def refit(request: Request, engine_id: str, gateway: Admin) -> Response:
     """An empty cache, new weights, or both; called before the engine continues."""
     body = await _body(request, gateway, RefitBody)
-    engine = await gateway.fanout.everywhere(
-        f"/engines/{engine_id}/refit",
-        body.model_dump(),
-        lambda: gateway.router.note_refit(
-            engine_id, body.version, flushed=body.flushed, phase=body.phase, reason=body.reason
-        ),
-        alone=from_sibling(request.scope),
-    )
-    return _json(engine.describe())
+    notice = Notice(version=body.version, flushed=body.flushed, phase=body.phase, reason=body.reason)
+    return _json(await gateway.fanout.refit(engine_id, notice))
 
 
 @router.get("/cache")
@@ -386,17 +364,11 @@ async def cache(
 
 
 @router.get(FLEET_PATH, include_in_schema=False)
-async def fleet(request: Request, gateway: Admin) -> Response:
-    """What a worker that starts takes over; for siblings only."""
-    _sibling(request)
-    return _json(gateway.fanout.state().model_dump())
-
-
-@router.post(FLEET_PATH, include_in_schema=False)
-async def take_fleet(request: Request, gateway: Admin) -> Response:
-    """The fleet as worker 0 has it; for siblings only."""
-    _sibling(request)
-    await gateway.fanout.take(await _body(request, gateway, FleetState))
+async def follow_fleet(request: Request, gateway: Admin) -> Response:
+    """The fleet changed; for siblings only."""
+    if not from_sibling(request.scope):  # strangers are answered as if the route did not exist
+        raise NotFound(f"no route {request.method} {request.url.path}")
+    await gateway.fanout.follow()
     return _json({})
 
 
@@ -440,7 +412,10 @@ async def _body(request: Request, gateway: Gateway, model: type[_M]) -> _M:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise BadRequest(f"{where or 'body'}: {first['msg']}{found(first)}", param=where or None) from None
+        wrong = f"{first['msg']}{found(first)}"
+        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+            wrong = f"unknown field; known are {', '.join(model.model_fields)}"
+        raise BadRequest(f"{where or 'body'}: {wrong}", param=where or None) from None
 
 
 def _export(read: Read, session: Session, config: ServerConfig, kind: str) -> bytes:
@@ -464,12 +439,6 @@ def _export(read: Read, session: Session, config: ServerConfig, kind: str) -> by
     policy = ExportPolicy(settings.branches, settings.side_requests or config.side_requests)
     rows = export_rows(turns, facts, policy)
     return pack_rows(rows) if kind == "safetensors" else rows_to_json(rows)
-
-
-def _sibling(request: Request) -> None:
-    """Answer strangers as if the route did not exist."""
-    if not from_sibling(request.scope):
-        raise NotFound(f"no route {request.method} {request.url.path}")
 
 
 def _json(value: object, *, status: int = 200) -> Response:

@@ -70,8 +70,7 @@ def _run_worker(
     config: ServerConfig, router_config: RouterConfig, crew: Crew, *, admin_key: str, engine_urls: list[str]
 ) -> None:
     own = config.model_copy(update={"journal": journal_of(config.journal, crew.index)})
-    shared = router_config.model_copy(update={"kv_share": router_config.kv_share / crew.size})
-    gateway = Gateway(own, shared, admin_key=admin_key, engine_urls=engine_urls, crew=crew)
+    gateway = Gateway(own, router_config, admin_key=admin_key, engine_urls=engine_urls, crew=crew)
     app = Forwarder(TollwayApp(gateway), gateway.siblings, admin_key=admin_key, max_body_bytes=config.max_body_bytes)
     uvloop.run(_serve(gateway, app, crew.listeners(), crew))
 
@@ -124,8 +123,6 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
-        if not self._gateway.crew.alone:
-            await self._gateway.fanout.sync()
         announce(self._listener)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

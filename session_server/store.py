@@ -65,6 +65,8 @@ class SessionStore:
         """Open sessions in memory, the one used last at the end."""
         self._pushed_out = 0
         """Sessions that left memory for want of room since the last sweep."""
+        self._away: set[str] = set()
+        """Open sessions that left memory for want of room and whose KV still counts: their tools may be running."""
         self._closed: OrderedDict[str, Session] = OrderedDict()
         self._loading: dict[str, asyncio.Task[Session | None]] = {}
 
@@ -130,6 +132,9 @@ class SessionStore:
             if self._idle(session_id, session, now, self._config.unload_after_s):
                 self._unload(session_id)
                 gone += 1
+        for session_id in [key for key in self._away if self._open[key].used_at + self._config.unload_after_s <= now]:
+            self._away.discard(session_id)
+            self._router.rest_session(session_id)
         return gone
 
     def _idle(self, session_id: str, session: Session, now: float, seconds: float) -> bool:
@@ -137,10 +142,11 @@ class SessionStore:
         used_at = max(self._open[session_id].used_at, session.loaded_at)
         return not session.busy and used_at + seconds <= now
 
-    def _unload(self, session_id: str) -> None:
+    def _unload(self, session_id: str, *, away: bool = False) -> None:
         session, card = self._loaded.pop(session_id), self._open[session_id]
         card.tally = session.tally if session.tally else None
-        self._router.rest_session(session_id)
+        self._router.ledger.rest(session_id)
+        (self._away.add if away else self._router.rest_session)(session_id)
         # Replies know their session: without this only a full collection would free it.
         session.calls.forget()
 
@@ -153,7 +159,7 @@ class SessionStore:
         oldest = list(itertools.islice(self._loaded.items(), surplus + _LOOK_AHEAD))
         idle = [key for key, session in oldest if self._idle(key, session, now, _SETTLED_S)]
         for session_id in idle[:surplus]:
-            self._unload(session_id)
+            self._unload(session_id, away=True)
             self._pushed_out += 1
 
     def _over(self, session_id: str, card: Card, now: float) -> str:
@@ -193,8 +199,7 @@ class SessionStore:
         try:
             await self._journal.write(session_insert(session))
         except BaseException:
-            self._open.pop(session_id, None)
-            self._loaded.pop(session_id, None)
+            self._forget(session_id)
             raise
         _hold(self._router, session_id, settings)
         metrics.SESSIONS.set(len(self._open))
@@ -319,6 +324,7 @@ class SessionStore:
                 session.state, session.tally = "open", card.tally or Tally()
                 card.used_at = time.time()  # who waits for it must find it in memory
                 self._loaded[session_id] = session
+                self._away.discard(session_id)
                 _restore_pin(self._router, session)
                 self._make_room()
             else:
@@ -332,6 +338,7 @@ class SessionStore:
 
     def _forget(self, session_id: str) -> Session | None:
         self._open.pop(session_id, None)
+        self._away.discard(session_id)
         return self._loaded.pop(session_id, None)
 
     def _remember(self, session: Session) -> None:

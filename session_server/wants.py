@@ -46,5 +46,6 @@ def _version(name: bytes, value: bytes) -> int:
     text = value.strip()
     if not text.isdigit() or len(text) > _DIGITS:
         shown = name.decode("ascii")
-        raise BadRequest(f"header {shown} must be a weight version, a whole number; got {value[:40]!r}", param=shown)
+        got = value[:40].decode("latin-1")
+        raise BadRequest(f"header {shown} must be a weight version, a whole number; got {got!r}", param=shown)
     return int(text)

@@ -1,9 +1,10 @@
 """The parent of several workers: start them on one socket, restart what dies, say ready once, stop all.
 
-Serves nothing itself. It holds every listening socket, so that a worker that starts again has its old
-address and a taken port is known at once. A worker that dies is started again within a budget; when that is
-spent, all end with a non-zero status and the last words of the dead. Workers end with their parent. Depends
-on ``crew``, ``serving`` and the rule by which children die with their parent.
+Serves nothing but its workers' placement service: one list of engines and one table for all of them. It holds every
+listening socket, so that a worker that starts again has its old address and a taken port is known at once. A worker
+that dies is started again within a budget; when that is spent, all end with a non-zero status and the last words of
+the dead. Workers end with their parent. Depends on ``crew``, ``serving``, the placement service and the rule by which
+children die with their parent.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from tollway.errors import ComponentLost, ConfigError
 from tollway.router.config import RouterConfig
+from tollway.router.placement_service import PlacementServer
 from tollway.router.supervisor import PARENT_VARIABLE, RestartBudget
 from tollway.serving import announce, listen, read_ready
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.crew import Crew
 
-__all__ = ["supervise"]
+__all__ = ["Places", "supervise"]
 
 logger = logging.getLogger(__name__)
 _READY_S = 120.0
@@ -50,6 +52,7 @@ def supervise(config: ServerConfig, router_config: RouterConfig, *, admin_key: s
     """Run ``config.workers`` workers until a signal comes. Raises ``ConfigError`` and ``ComponentLost``."""
     shared = listen(config.host, config.port, key="server.port")
     owned: list[socket.socket] = []
+    places: Places | None = None
     folder: Path | None = None
     try:
         for index in range(config.workers):
@@ -66,7 +69,10 @@ def supervise(config: ServerConfig, router_config: RouterConfig, *, admin_key: s
         argv = [sys.executable, "-P", "-m", "tollway", "serve", "-c", str(settings)]
         level = logging.getLevelName(logging.getLogger().level)
         argv += ["--set", f"run.log_level={level if level in ('DEBUG', 'WARNING', 'ERROR') else 'INFO'}"]
-        argv += [part for url in engine_urls for part in ("--engine", url)]
+        if router_config.placement_url:  # that one has the engines of all its servers
+            argv += [part for url in engine_urls for part in ("--engine", url)]
+        else:
+            places = Places(router_config, engine_urls)
         secret = secrets.token_urlsafe(32)
         workers = [
             _Worker(
@@ -78,6 +84,8 @@ def supervise(config: ServerConfig, router_config: RouterConfig, *, admin_key: s
                     public_fd=shared.fileno(),
                     own_fd=each.fileno(),
                     port=int(each.getsockname()[1]),
+                    places_url=places.url if places is not None else "",
+                    places_key=places.key if places is not None else "",
                 ),
                 argv=argv,
                 admin_key=admin_key,
@@ -86,8 +94,10 @@ def supervise(config: ServerConfig, router_config: RouterConfig, *, admin_key: s
             )
             for index, each in enumerate(owned)
         ]
-        asyncio.run(_Parent(workers, [shared, *owned]).run())
+        asyncio.run(_Parent(workers, [shared, *owned], places).run())
     finally:
+        if places is not None:
+            places.close()
         for each in (shared, *owned):
             each.close()
         if folder is not None:
@@ -103,6 +113,44 @@ def _private_folder() -> Path:
             return folder
         folder.rmdir()
     raise ConfigError(f"no folder for sockets: {tempfile.gettempdir()} is too long a path; set TMPDIR to a shorter one")
+
+
+class Places:
+    """The placement service of the workers, on loopback, with a key that only they have."""
+
+    def __init__(self, config: RouterConfig, engine_urls: list[str]) -> None:
+        self.key = secrets.token_urlsafe(32)
+        self._engine_urls = engine_urls
+        self._listener = listen("127.0.0.1", 0, key="server.host")
+        self._server = PlacementServer(config, self._listener, key=self.key)
+        self.stopping = False
+
+    @property
+    def url(self) -> str:
+        """Where workers find it."""
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    async def run(self) -> None:
+        """Serve until ``stop``. Raises ``ConfigError`` for a bad engine URL, else ``ComponentLost``."""
+        if not self._engine_urls:
+            logger.warning("no engine given: turns are refused until one is added: tollway engines add URL")
+        try:
+            await self._server.serve(self._engine_urls)
+        except ConfigError:
+            raise
+        except Exception as error:  # boundary: workers cannot go on without it, whatever broke
+            raise ComponentLost(f"the placement service of the workers broke: {error!r}") from error
+        if not self.stopping:
+            raise ComponentLost("the placement service of the workers ended by itself")
+
+    def stop(self) -> None:
+        """Let ``run`` end."""
+        self.stopping = True
+        self._server.stop()
+
+    def close(self) -> None:
+        """Close the socket of a service that may never have run."""
+        self._listener.close()
 
 
 @dataclass(slots=True)
@@ -208,9 +256,10 @@ class _Worker:
 class _Parent:
     """Keeps every worker alive until a signal comes or the budget is spent."""
 
-    def __init__(self, workers: list[_Worker], listeners: list[socket.socket]) -> None:
+    def __init__(self, workers: list[_Worker], listeners: list[socket.socket], places: Places | None = None) -> None:
         self._workers = workers
         self._listeners = listeners
+        self._places = places
         self._budget = RestartBudget()
         self._stopping = asyncio.Event()
 
@@ -222,10 +271,17 @@ class _Parent:
         events = [asyncio.Event() for _ in self._workers]
         try:
             async with asyncio.TaskGroup() as group:
-                for worker, event in zip(self._workers, events, strict=True):
+                if self._places is not None:
+                    group.create_task(self._places.run(), name="placement service")
+                kept = [
                     group.create_task(self._keep(worker, event), name=worker.name)
+                    for worker, event in zip(self._workers, events, strict=True)
+                ]
                 group.create_task(self._announce(events), name="ready line")
                 group.create_task(self._end_in_time(), name="stop")
+                await asyncio.wait(kept)
+                if self._places is not None:  # last: a worker that ends still tells it what it has
+                    self._places.stop()
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 

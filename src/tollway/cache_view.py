@@ -235,7 +235,7 @@ async def _show(url: str, key: str, *, watch: bool, as_json: bool, interval_s: f
                 try:
                     view.take(await client.cache(sessions=SESSIONS), time.monotonic())
                 except EngineLost as error:
-                    view.problem = f"{error}; these figures are the last ones"
+                    view.problem = f"{error} (these figures are the last ones)"
                 except TollwayError as error:
                     view.problem = str(error)
                 live.update(view.render(console.width), refresh=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tollway
 from tollway import cli_cache, cli_engines, cli_router, telemetry
-from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable, TollwayError
+from tollway.errors import ComponentLost, ConfigError, EngineLost, SandboxUnavailable, TollwayError
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
 
 __all__ = ["main"]
@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ComponentLost as error:
         print(f"tollway: [{error.code}] {error}", file=sys.stderr)
         print("tollway: what was committed is kept; once the cause is gone, the same command goes on", file=sys.stderr)
+        return EXIT_FAILED
+    except EngineLost as error:  # nobody answered; its code speaks of engines
+        print(f"tollway: {error}", file=sys.stderr)
         return EXIT_FAILED
     except TollwayError as error:
         print(f"tollway: [{error.code}] {error}", file=sys.stderr)
@@ -203,7 +206,10 @@ def _serve(arguments: argparse.Namespace) -> int:
     )
     telemetry.configure(settings.run.log_level, component=component())
     if not os.environ.get(ADMIN_KEY_VARIABLE):
-        raise ConfigError(f"set {ADMIN_KEY_VARIABLE}: whoever opens sessions needs the admin key")
+        raise ConfigError(
+            f"set {ADMIN_KEY_VARIABLE}: whoever opens sessions needs the admin key; "
+            f"for example export {ADMIN_KEY_VARIABLE}=$(openssl rand -hex 32)"
+        )
     _check_engines(arguments)
     if arguments.start_engines:
         from tollway import app

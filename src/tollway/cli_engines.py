@@ -37,6 +37,9 @@ _STYLES = {
     "lost": "red",
 }
 _LOOK_S = 0.1
+_WIDE = 100
+"""Columns from which on there is room between them."""
+_PIPE_COLUMNS = 1000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +69,8 @@ def run(arguments: argparse.Namespace, url: str) -> bool:
             f"set {arguments.key_from_env} to the server's admin key: it alone may see and change the fleet"
         )
     if arguments.action != "list" and not arguments.engine:
-        raise ConfigError(f"tollway engines {arguments.action}: name an engine, by its id or address")
+        wanted = "its address, http://HOST:PORT" if arguments.action == "add" else "its id or address"
+        raise ConfigError(f"tollway engines {arguments.action}: name an engine, by {wanted}")
     return asyncio.run(_run(arguments, url, key))
 
 
@@ -89,10 +93,15 @@ async def _run(arguments: argparse.Namespace, url: str, key: str) -> bool:
         engine_id = str(row["id"])
         if action == "remove":
             await client.remove_engine(engine_id)
-            _show({"engines": [{**row, "state": "lost", "reason": "removed"}]}, as_json=arguments.json)
+            if arguments.json:
+                _show({"engines": [{**row, "state": "lost", "reason": "removed"}]}, as_json=True)
+            else:
+                goes = f"; its {count} sessions move at their next call" if (count := row.get("sessions")) else ""
+                sys.stdout.write(f"removed {engine_id} at {row['url']}{goes}\n")
             return True
-        changed = await (client.drain_engine if action == "drain" else client.undrain_engine)(engine_id)
-        _show({"engines": [{**row, **changed}]}, as_json=arguments.json)
+        await (client.drain_engine if action == "drain" else client.undrain_engine)(engine_id)
+        # Of several workers only the list has the figures of all.
+        _show({"engines": [await _find(client, engine_id)]}, as_json=arguments.json)
         return True
 
 
@@ -131,7 +140,9 @@ def _show(fleet: Mapping[str, object], *, as_json: bool) -> None:
     if not rows:
         console.print("no engine yet: tollway engines add http://HOST:PORT")
         return
-    console.print(engine_table(rows))
+    if not console.is_terminal:
+        console.width = _PIPE_COLUMNS  # nothing is cut for programs that read it
+    console.print(engine_table(rows, narrow=console.width < _WIDE))
     for row in rows:
         if row["reason"]:
             line = Text.assemble((str(row["id"]), "bold"), f" is {row['state']}: {row['reason']}")
@@ -142,15 +153,15 @@ def _show(fleet: Mapping[str, object], *, as_json: bool) -> None:
         console.print(f"[red]worker {index} is down[/]")
 
 
-def engine_table(rows: Sequence[Row]) -> Table:
-    """One row per engine; colours repeat what the text says."""
+def engine_table(rows: Sequence[Row], *, narrow: bool = False) -> Table:
+    """One row per engine; colours repeat what the text says. Where it does not fit, addresses are broken."""
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(show_edge=False, pad_edge=False, box=None, header_style="bold")
+    table = Table(show_edge=False, pad_edge=False, box=None, header_style="bold", collapse_padding=narrow)
     table.add_column("id", no_wrap=True)
     table.add_column("state", no_wrap=True)
-    table.add_column("address", no_wrap=True)
+    table.add_column("address", overflow="fold")
     if models := any(row["model"] for row in rows):
         table.add_column("model", no_wrap=True)
     for name in ("version", "sessions", "calls", "KV tokens", "lives"):

@@ -94,7 +94,10 @@ def _explain(root: type[BaseModel], loc: tuple[int | str, ...], problem: typing.
         return f"  {key}: unknown key; {hint}"
     if kind == "missing":
         return f"  {key}: required and not set; add it to the file or pass --set {key}=..."
-    return f"  {key}: {problem['msg']} (found {problem['input']!r})"
+    text = str(problem["msg"]).removeprefix("Value error, ")
+    if isinstance(problem["input"], dict):  # of several keys; the text names them
+        return f"  {key}: {text}"
+    return f"  {key}: {text} (found {problem['input']!r})"
 
 
 def _fields_at(root: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

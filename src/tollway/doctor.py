@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tollway.errors import EngineLost, TollwayError
+from tollway.errors import ConfigError, EngineLost, NotFound, TollwayError
 from tollway.sandboxes.probe import probe
 from tollway.session_server.client import Json, SessionClient
 from tollway.settings import Settings
@@ -88,10 +88,12 @@ async def diagnose_server(url: str, key: str) -> tuple[bool, list[Finding]]:
     async with aiohttp.ClientSession() as http:
         try:
             said = await SessionClient(url, key, http=http, timeout_s=15.0).readiness()
-        except EngineLost as error:
-            return False, [Finding("server", False, f"{error}; is it running, and is this its address?")]
+        except (ConfigError, EngineLost, NotFound) as error:
+            return False, [Finding("server", False, str(error))]
         except TollwayError as error:
             return False, [Finding("server", False, f"{url}: {error}")]
+    if "fleet" not in said:
+        return False, [Finding("server", False, f"{url} is no session server; want what tollway serve printed")]
     ready = said["ready"] is True
     server = Finding("server", ready, f"{url} is {'ready' if ready else 'not ready'}")
     engines = cast("Sequence[Json]", said.get("fleet", ()))
@@ -100,9 +102,11 @@ async def diagnose_server(url: str, key: str) -> tuple[bool, list[Finding]]:
         for row in engines
     ]
     others = [
-        Finding("worker", False, word) for word in cast("Sequence[str]", said["engines"]) if word.startswith("worker ")
+        Finding("worker" if word.startswith("worker ") else "placement", False, word)
+        for word in cast("Sequence[str]", said["engines"])
+        if "://" not in word
     ]
-    nothing = [] if engines else [Finding("engines", False, "none yet: tollway engines add http://HOST:PORT")]
+    nothing = [] if engines or others else [Finding("engines", False, "none yet: tollway engines add http://HOST:PORT")]
     return ready, [server, *findings, *others, *nothing]
 
 

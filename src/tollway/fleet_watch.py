@@ -77,7 +77,7 @@ class Members:
     async def tell(self, notice: RefitNotice) -> None:
         """Let the session server know what a refit did to one engine."""
         await self._sessions.refit(
-            self._ids[notice.url], notice.version, flushed=notice.flushed, phase=notice.phase, reason=notice.reason
+            self._id(notice.url), notice.version, flushed=notice.flushed, phase=notice.phase, reason=notice.reason
         )
 
     async def drained(self, url: str, *, limit_s: float) -> None:
@@ -85,7 +85,7 @@ class Members:
         clock, pause_s = asyncio.get_running_loop().time, 0.05
         deadline = clock() + limit_s
         while True:
-            row = await self._sessions.engine(self._ids[url])
+            row = await self._sessions.engine(self._id(url))
             sessions, calls = row.get("exact_sessions", 0), row.get("exact_calls", 0)
             if not sessions and not calls:
                 return
@@ -123,6 +123,13 @@ class Members:
         except TimeoutError:
             words = "; ".join(_words(row) for row in rows if row["state"] in _GONE)
             raise ComponentLost(f"engines that were started did not join within {timeout_s:g} s: {words}") from None
+
+    def _id(self, url: str) -> str:
+        """Its id. Raises ``EngineLost`` for an engine that was taken away while a refit was at it."""
+        try:
+            return self._ids[url]
+        except KeyError:
+            raise EngineLost(f"engine {url} is not in the fleet any more") from None
 
     def _client(self, row: Json) -> EngineClient:
         url = str(row["url"])

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from tollway.engine.config import EngineConfig, Option
 from tollway.errors import ConfigError
+from tollway.router.gateway import KEY_VARIABLE as GATEWAY_KEY_VARIABLE
 from tollway.router.launch import EngineLauncher, EnginePlan, RestartRule
+from tollway.router.placement_link import KEY_VARIABLE as ROUTER_KEY_VARIABLE
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings
 
 __all__ = ["check_program", "engine_plan", "launcher"]
@@ -32,8 +34,10 @@ def launcher(settings: Settings, model: Path, *, shown: Path, count: int) -> Eng
 
 def engine_plan(config: EngineConfig, model: Path, shown: Path) -> EnginePlan:
     """How ``config`` says that an engine over ``model`` is started. Raises ``ConfigError``."""
-    # The admin key is for nobody but the session server and its owner.
-    env = {"OMP_NUM_THREADS": "1", ADMIN_KEY_VARIABLE: ""} if config.kind == "embedded" else {ADMIN_KEY_VARIABLE: ""}
+    # Keys are for nobody but the session server and its owner.
+    env = dict.fromkeys((ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE, GATEWAY_KEY_VARIABLE), "")
+    if config.kind == "embedded":
+        env["OMP_NUM_THREADS"] = "1"
     if config.kind == "embedded":
         argv = [sys.executable, "-P", "-m", "tollway", "engine", "-c", str(shown), "--model-path", str(model)]
         argv += ["--host", "{host}", "--port", "{port}"]

@@ -53,6 +53,15 @@ class _Context(logging.Filter):
         return True
 
 
+_CONTROL = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160))} | {9: "\t", 10: "\n    "}
+"""A line of a message that came from elsewhere cannot pass for a line of the log, nor move a terminal's cursor."""
+
+
+class _Lines(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return super().formatMessage(record).translate(_CONTROL)
+
+
 def configure(level: str = "INFO", *, component: str = "tollway", file: Path | None = None) -> None:
     """Send log lines of this process to stderr as ``time level component logger message``.
 
@@ -65,7 +74,7 @@ def configure(level: str = "INFO", *, component: str = "tollway", file: Path | N
         file.parent.mkdir(parents=True, exist_ok=True)
         console.setLevel(logging.WARNING)
         handlers.append(logging.FileHandler(file, encoding="utf-8"))
-    form = logging.Formatter(f"%(asctime)s %(levelname)s {component} %(name)s%(session)s %(message)s")
+    form = _Lines(f"%(asctime)s %(levelname)s {component} %(name)s%(session)s %(message)s")
     for handler in handlers:
         handler.addFilter(_Context())
         handler.setFormatter(form)

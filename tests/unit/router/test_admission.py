@@ -12,6 +12,8 @@ import pytest
 from tollway.errors import CapacityExceeded, NoEngine, VersionNotReady
 from tollway.router.admission import Admission
 from tollway.router.config import RouterConfig
+from tollway.router.placement import wait_s
+from tollway.router.queues import AdmissionQueue, SessionTicket
 from tollway.router.table import Pin, RoutingTable
 from tollway.router.targets import Target, Wanted
 
@@ -236,7 +238,7 @@ async def test_a_long_queue_is_worth_a_move() -> None:
     home.observe(uncached_tokens=1000, output_tokens=0, call_s=1.0)
     assert not admission.should_move(pin)
     async with admission.slot(home):
-        assert admission.wait_s(home) == pytest.approx(1.0)
+        assert wait_s(home) == pytest.approx(1.0)
         assert admission.should_move(pin)  # 1 s against three times 0.1 s
         moved = routes.move("s", "migration")
         assert moved is not None
@@ -298,3 +300,29 @@ async def test_a_thousand_cancels_at_every_phase_leave_every_counter_at_zero() -
     for target in seen:
         assert (target.in_flight, target.waiting, target.sessions, target.reserved_tokens) == (0, 0, 0, 0)
     assert not any(routes.has_group(model, group) for model in ("", "judge") for group in "gh")
+
+
+async def test_thousands_that_give_up_at_once_cost_one_look_at_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    routes, admission = made()
+    await admission.place("first", tokens=900)
+    waiting = [soon(admission, f"s{number}", priority=number % 3) for number in range(2000)]
+    await settled()
+    assert admission.waiting_sessions == 2000
+    looks = 0
+    pump = AdmissionQueue.pump
+
+    def counted(queue: AdmissionQueue) -> list[SessionTicket]:
+        nonlocal looks
+        looks += 1
+        return pump(queue)
+
+    monkeypatch.setattr(AdmissionQueue, "pump", counted)
+    for task in waiting:
+        task.cancel()
+    assert all(
+        isinstance(each, asyncio.CancelledError) for each in await asyncio.gather(*waiting, return_exceptions=True)
+    )
+    await settled()
+    assert looks < 20
+    routes.release("first")
+    assert clean(routes, admission)

@@ -78,3 +78,10 @@ def test_how_an_engine_keys_its_prefix_cache_is_known() -> None:
         assert read_facts({}, STOCK | {"speculative_algorithm": name}, {}).bigram_keys
     assert not read_facts({}, STOCK | {"speculative_algorithm": "NGRAM"}, {}).bigram_keys
     assert read_facts({}, STOCK | {"strip_thinking_cache": True}, {}).strips_thinking
+
+
+def test_whether_and_how_an_engine_schedules_by_priority_is_known() -> None:
+    """A server without priority scheduling may refuse a request that names one."""
+    on = {"enable_priority_scheduling": True}
+    said = [{}, {"schedule_low_priority_values_first": True}, on, {**on, "schedule_low_priority_values_first": True}]
+    assert [read_facts({}, server, {}).priority_sign for server in said] == [0, 0, 1, -1]

@@ -92,3 +92,13 @@ def test_a_long_run_does_not_wear_the_weights_out() -> None:
         lived(growth, 1000, 9000)
     assert 8_000 < growth.reserve(1000) < 9_200
     assert max(growth._ended) < 1e10
+
+
+def test_only_the_long_tail_has_doubled_what_is_usual() -> None:
+    growth = Growth()
+    assert growth.doublings(10**9) == 0  # none has ended
+    for _ in range(100):
+        growth.started(1000)
+        growth.grew(1000, 8000)
+        growth.ended(1000, 8000)
+    assert [growth.doublings(tokens) for tokens in (1000, 8000, 15_000, 17_000, 33_000, 70_000)] == [0, 0, 0, 1, 2, 3]

@@ -261,6 +261,50 @@ async def test_engines_drains_removals_and_refits_are_for_every_server() -> None
         assert [e.url for e in service.shared.fleet.engines.values()] == [fakes[0].url]
 
 
+async def test_what_an_operator_tells_the_service_itself_reaches_its_servers() -> None:
+    async with (
+        engines(1) as (fake,),
+        Service() as service,
+        server(service.url, "a") as a,
+        aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as http,
+    ):
+        async with http.post(f"{service.url}/engines", json={"url": fake.url}) as answer:
+            assert answer.status == 201
+        await until(a.fleet.serving, "the server learns of the engine")
+        fake.version = "7"
+        async with http.post(f"{service.url}/engines/e0/refit", json={"version": 7, "flushed": True}) as answer:
+            assert answer.status == 200
+        (engine,) = a.fleet.engines.values()
+        await until(lambda: engine.flush_epoch == 1, "and of its new weights")
+        assert engine.version == a.fleet.policy.version == 7
+        async with server(service.url, "late") as late:
+            assert late.fleet.policy.version == 7
+
+
+async def test_an_engine_whose_tokens_flow_at_a_server_lives_for_the_service() -> None:
+    async with engines(1) as (fake,), Service() as service, server(service.url, "a") as a:
+        a.add_engine(fake.url)
+        await until(lambda: service.shared.fleet.serving() and a.fleet.serving(), "it serves")
+        (there,) = service.shared.fleet.engines.values()
+        assert there.health.last_progress == float("-inf")
+        await a.generate("s", call("s"), lineage=FIRST)
+        await until(lambda: there.health.last_progress > 0, "the service hears of it")
+
+
+async def test_a_full_fleet_is_said_by_the_service_and_not_by_a_clock_here() -> None:
+    config = QUICK.model_copy(update={"kv_budget_tokens": 1000, "admission_timeout_s": 0.3})
+    async with (
+        engines(1) as (fake,),
+        Service(config=config) as service,
+        server(service.url, "a", admission_timeout_s=0.3) as a,
+    ):
+        a.add_engine(fake.url)
+        await until(lambda: service.shared.fleet.serving() and a.fleet.serving(), "it serves")
+        await a.generate("first", call("first", tokens=900), lineage=FIRST)
+        with pytest.raises(CapacityExceeded):
+            await a.generate("second", call("second", tokens=900), lineage=FIRST)
+
+
 async def test_a_lost_engine_moves_its_sessions_to_where_the_service_has_room() -> None:
     async with engines(3) as fakes, Service() as service, server(service.url, "a") as a, server(service.url, "b") as b:
         for fake in fakes:

@@ -213,7 +213,7 @@ async def test_sessions_of_an_engine_that_was_dead_when_it_was_taken_away_lost_i
         engine_id = router.table.pins["s"].engine_id
         await home.stop()
         assert states(router) == ["serving"] * 2, "the router does not know yet"
-        await asyncio.gather(router.remove_engine(engine_id), router.remove_engine(engine_id))
+        await router.remove_engine(engine_id)
         moved = await router.generate("s", call(rid="r1"), lineage=NONE)
         assert moved.facts.moved == "engine_lost"
         assert home.url not in moved.engine_name
@@ -591,3 +591,27 @@ async def test_an_engine_that_never_ends_a_reply_is_an_error_of_its_own() -> Non
         with pytest.raises(UpstreamError, match="max_resumes"):
             await router.generate("s", call(), lineage=NONE)
         assert loads(router)[0][:2] == (0, 0)
+
+
+# -- the long tail ----------------------------------------------------------------------------------
+
+
+async def test_turns_of_long_sessions_go_first_and_engines_that_schedule_by_priority_are_told() -> None:
+    async with FakeEngine() as engine:
+        engine.said = {"enable_priority_scheduling": True}
+        async with over(engine) as router:
+            for name in range(20):  # what sessions usually become
+                await router.generate(f"short{name}", call(f"short{name}"), lineage=NONE)
+                router.release_session(f"short{name}")
+            await router.generate("s", call(ids=list(range(1, 100))), lineage=NONE)
+            await router.generate("s", call(ids=list(range(1, 100)), rid="again"), lineage=NONE, priority=1)
+            await router.generate("new", call("new"), lineage=NONE)
+            long, new = (request.body["priority"] for request in engine.requests[-2:])
+            assert new == 0
+            assert long > 1 + 2  # its own, and more than two doublings
+
+
+async def test_engines_without_priorities_are_sent_none() -> None:
+    async with fleet(1) as (router, engines):
+        await router.generate("s", call(), lineage=NONE, priority=3)
+        assert "priority" not in engines[0].requests[0].body

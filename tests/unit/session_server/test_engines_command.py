@@ -15,7 +15,11 @@ from tollway.doctor import diagnose_server, show_server
 from tollway.errors import ConfigError, NotFound
 from tollway.router.config import RouterConfig
 from tollway.router.fake import FakeEngine
+from tollway.router.placement_lease import Service
+from tollway.router.placement_wire import EngineSaid, RefitNotice
+from tollway.router.service import Router
 from tollway.session_server.fake import FakeServer
+from tollway.session_server.workers import Places
 
 QUICK = RouterConfig(probe_interval_s=0.05, probe_timeout_s=0.5, connect_timeout_s=0.5, busy_window_s=0.05)
 
@@ -168,26 +172,48 @@ async def test_the_routes_of_the_fleet_check_their_bodies(tmp_path: Path) -> Non
         assert [row["state"] for row in await server.client.engines()] == ["serving"]
 
 
-async def test_a_worker_that_starts_takes_over_what_only_others_know(tmp_path: Path) -> None:
+async def test_a_worker_that_starts_takes_over_what_only_others_know() -> None:
     """Weights, quarantine, drain and membership: none of it can be read off an engine."""
-    (tmp_path / "other").mkdir()
-    async with (
-        FakeServer(tmp_path, engines=2, router=QUICK) as old,
-        FakeServer(tmp_path / "other", engines=[], router=QUICK, settings={"engine_wait_s": 0}) as new,
-        FakeEngine() as judge,
-    ):
-        await old.client.add_engine(judge.url, model="judge", max_in_flight=3)
-        old.engines[0].version = "4"
-        await old.client.refit("e0", 4, flushed=True)
-        await old.client.refit("e1", None, flushed=False, phase="failed", reason="bucket 1")
-        await old.client.drain_engine("e0")
-        await new.gateway.fanout.take(old.gateway.fanout.state())
-        fleet = new.gateway.router.fleet
-        assert fleet.policy.version == 4
-        async with asyncio.timeout(10):
-            while [str(each.health.state) for each in fleet.engines.values()] != ["draining", "quarantined", "serving"]:
-                await asyncio.sleep(0.01)
-        assert (fleet.get("e2").model, fleet.get("e2").max_in_flight) == ("judge", 3)
-        await old.client.undrain_engine("e0")
-        await new.gateway.fanout.take(old.gateway.fanout.state())
-        assert fleet.serving() == ["e0"]
+    places = Places(QUICK, [])
+    serving = asyncio.ensure_future(places.run())
+
+    def worker(index: int) -> Router:
+        service = Service(url=places.url, key=places.key, same_ids=True, part=(index, 2))
+        return Router(QUICK, server_name=f"w{index}", service=service)
+
+    async with FakeEngine() as first, FakeEngine() as second, FakeEngine() as judge, worker(0) as old:
+        lease = old.lease
+        assert lease is not None
+        for said in (
+            EngineSaid(url=first.url),
+            EngineSaid(url=second.url),
+            EngineSaid(url=judge.url, model="judge", max_in_flight=3),
+        ):
+            await lease.change("POST", "/engines", said)
+        first.version = "4"
+        await lease.change("POST", "/engines/e0/refit", RefitNotice(url=first.url, version=4, flushed=True))
+        await lease.change("POST", "/engines/e1/refit", RefitNotice(url=second.url, phase="failed", reason="bucket 1"))
+        await lease.change("POST", "/engines/e0/drain")
+        assert (old.fleet.get("e0").version, old.fleet.get("e0").drained) == (4, True)
+        async with worker(1) as new:
+            assert list(new.fleet.engines) == ["e0", "e1", "e2"]
+            assert new.fleet.policy.version == 4
+            async with asyncio.timeout(10):
+                while [str(e.health.state) for e in new.fleet.engines.values()] != [
+                    "draining",
+                    "quarantined",
+                    "serving",
+                ]:
+                    await asyncio.sleep(0.01)
+            assert new.fleet.get("e2").model == "judge"
+            assert [each.fleet.get("e2").max_in_flight for each in (old, new)] == [2, 1]
+            await lease.change("POST", "/engines/e0/undrain")
+            assert new.lease is not None
+            await new.lease.follow()
+            assert new.fleet.serving() == ["e0"]
+            await lease.change("DELETE", "/engines/e2")
+            await lease.change("POST", "/engines", EngineSaid(url=judge.url, model="judge"))
+            await new.lease.follow()
+            assert [list(each.fleet.engines) for each in (old, new)] == [["e0", "e1", "e3"]] * 2
+    places.stop()
+    await serving

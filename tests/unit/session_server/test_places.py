@@ -15,8 +15,11 @@ import pytest
 from server_helpers import ask, post, until, user
 
 from tollway.errors import BadRequest, NotFound, WorkerDown
+from tollway.router.config import RouterConfig
 from tollway.router.fake import FakeEngine, FakeReply
-from tollway.router.fleet import Engine
+from tollway.router.fleet import Membership
+from tollway.router.placement_lease import Service
+from tollway.router.service import Router
 from tollway.session_server.client import Session, SessionOptions
 from tollway.session_server.crew import Crew
 from tollway.session_server.fake import FakeServer
@@ -24,6 +27,7 @@ from tollway.session_server.fanout import Fanout
 from tollway.session_server.forward import _relatives_in
 from tollway.session_server.journal import Journal
 from tollway.session_server.siblings import Siblings
+from tollway.session_server.workers import Places
 
 
 def pin_of(server: FakeServer, session: Session, model: str = "") -> Any:
@@ -287,23 +291,28 @@ async def test_the_journal_says_what_failed_whatever_was_written(tmp_path: Path)
 
 
 async def test_a_change_that_is_refused_stays_refused_although_a_sibling_is_down(tmp_path: Path) -> None:
-    async with FakeServer(tmp_path) as server, FakeEngine() as second:
-        crew = Crew(index=0, size=2, folder=tmp_path, secret="s")
-        async with Siblings(crew, "key") as siblings:
-            router = server.gateway.router
-            fanout = Fanout(siblings, router)
-
-            async def bad() -> Engine:
-                return router.add_engine("http://169.254.1.1")
-
-            with pytest.raises(NotFound):
-                await fanout.change(lambda: router.remove_engine("e9"))
+    places = Places(RouterConfig(), [])
+    serving = asyncio.ensure_future(places.run())
+    service = Service(url=places.url, key=places.key, same_ids=True, part=(0, 2))
+    crew = Crew(index=0, size=2, folder=tmp_path, secret="s")
+    async with (
+        FakeEngine() as engine,
+        Siblings(crew, "key") as siblings,
+        Router(RouterConfig(), server_name="w0", service=service) as router,
+    ):
+        fanout = Fanout(siblings, router)
+        with pytest.raises(NotFound, match="e9"):
+            await fanout.remove("e9")
+        with pytest.raises(NotFound, match="e9"):
+            await fanout.drain("e9", drained=True)
+        for url in ("http://169.254.1.1", "ftp://x"):
             with pytest.raises(BadRequest):
-                await fanout.change(bad)
-
-            async def good() -> Engine:
-                return router.add_engine(second.url)
-
-            with pytest.raises(WorkerDown, match="worker 1"):
-                await fanout.change(good)
-            assert len(router.engines()) == 2
+                await fanout.add(url, Membership())
+        with pytest.raises(BadRequest, match="max_in_flight 1 is for 2 workers"):
+            await fanout.add(engine.url, Membership(max_in_flight=1))
+        with pytest.raises(WorkerDown, match="worker 1"):
+            await fanout.add(engine.url, Membership(max_in_flight=5))
+        assert [row["max_in_flight"] for row in router.engines()] == [5]
+        assert router.fleet.get("e0").max_in_flight == 3, "its share; the other one has two"
+    places.stop()
+    await serving

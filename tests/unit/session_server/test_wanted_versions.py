@@ -216,9 +216,9 @@ async def test_an_engine_that_is_taken_away_during_a_refit_is_lost_to_it_and_end
     await members.fleet()  # as the keeper does every second
     with pytest.raises((EngineLost, NotFound)):
         await waiting
-    for ask in (members.tell(RefitNotice(url=url, phase="resumed")), members.drained(url, limit_s=30)):
+    for told in (members.tell(RefitNotice(url=url, phase="resumed")), members.drained(url, limit_s=30)):
         with pytest.raises(EngineLost, match="not in the fleet any more"):
-            await ask
+            await told
     await members.aclose()
 
 

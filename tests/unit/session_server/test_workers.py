@@ -10,115 +10,26 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from server_helpers import user
+from worker_helpers import ADMIN, KEY, Cluster, chat, cluster, home, launch, via
 
 from tollway.errors import ComponentLost, NotFound, TollwayError, WorkerDown
+from tollway.router.config import RouterConfig
 from tollway.router.fake import FakeEngine, FakeReply
+from tollway.router.shared_table import SharedTable
 from tollway.router.supervisor import RestartBudget
 from tollway.session_server import auth
 from tollway.session_server.client import Session, SessionClient, SessionOptions
 from tollway.session_server.crew import Crew
-from tollway.session_server.workers import _Parent, _Worker
+from tollway.session_server.workers import Places, _Parent, _Worker
 
-KEY = "an-admin-key-for-tests"
-ADMIN = {"authorization": f"Bearer {KEY}"}
 pytestmark = pytest.mark.slow(limit_s=60)
-
-
-@dataclass
-class Cluster:
-    """A running server of several workers."""
-
-    process: asyncio.subprocess.Process
-    url: str
-    http: aiohttp.ClientSession
-    log: Path
-
-    @property
-    def client(self) -> SessionClient:
-        return SessionClient(self.url, KEY, http=self.http)
-
-    def workers(self) -> dict[int, int]:
-        """Pids by index: the children of the parent."""
-        found = {}
-        for entry in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError, StopIteration):
-                state, parent = entry.read_text().rpartition(")")[2].split()[:2]
-                if int(parent) == self.process.pid and state != "Z":
-                    environment = (entry.parent / "environ").read_bytes().split(b"\0")
-                    place = next(each for each in environment if each.startswith(b"TOLLWAY_WORKER="))
-                    found[int(json.loads(place.partition(b"=")[2])["index"])] = int(entry.parent.name)
-        return found
-
-    async def get(self, path: str, **more: Any) -> tuple[int, Any]:
-        async with self.http.get(self.url + path, headers=ADMIN, **more) as response:
-            return response.status, await response.json()
-
-    async def told(self, text: str, times: int = 1) -> None:
-        """Wait until the log has ``text``."""
-        while self.log.read_text().count(text) < times:
-            await asyncio.sleep(0.02)
-
-
-async def launch(folder: Path, *engines: FakeEngine, workers: int, **server: Any) -> asyncio.subprocess.Process:
-    settings = {"port": 0, "journal": str(folder / "journal.sqlite"), "engine_wait_s": 30.0, **server}
-    argv = [sys.executable, "-P", "-m", "tollway", "serve", "--workers", str(workers), "--set", "run.log_level=DEBUG"]
-    argv += [part for name, value in settings.items() for part in ("--set", f"server.{name}={json.dumps(value)}")]
-    argv += [part for engine in engines for part in ("--engine", engine.url)]
-    with (folder / "stderr").open("ab") as stderr:
-        return await asyncio.create_subprocess_exec(
-            *argv,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=stderr,
-            cwd=folder,
-            env={**os.environ, "TOLLWAY_ADMIN_KEY": KEY, "TMPDIR": str(folder)},
-        )
-
-
-@contextlib.asynccontextmanager
-async def cluster(folder: Path, *engines: FakeEngine, workers: int = 2, **server: Any) -> AsyncIterator[Cluster]:
-    process = await launch(folder, *engines, workers=workers, **server)
-    try:
-        assert process.stdout is not None
-        line = await process.stdout.readline()
-        assert line, (folder / "stderr").read_text()
-        told = json.loads(line)
-        assert (told["event"], told["pid"], told.get("workers", 1)) == ("ready", process.pid, workers)
-        async with aiohttp.ClientSession() as http:
-            yield Cluster(process, told["url"], http, folder / "stderr")
-    finally:
-        if process.returncode is None:
-            process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)
-        await process.communicate()
-
-
-async def chat(cluster: Cluster, base: str, token: str, text: str = "hi", **more: Any) -> tuple[int, Any]:
-    """One model call: (status, JSON)."""
-    headers = {"authorization": f"Bearer {token}"}
-    body = {"messages": [user(text)], **more}
-    async with cluster.http.post(f"{base}/chat/completions", json=body, headers=headers) as response:
-        return response.status, await response.json()
-
-
-def via(cluster: Cluster, session: Session) -> str:
-    """The session's base URL on the shared address."""
-    return f"{cluster.url}/sessions/{session.session_id}/v1"
-
-
-async def home(cluster: Cluster, worker: int) -> Session:
-    """A new session on ``worker``."""
-    while True:
-        session = await cluster.client.create()
-        if auth.worker_of(session.session_id) == worker:
-            return session
 
 
 async def test_three_workers_are_one_server(tmp_path: Path) -> None:
@@ -332,7 +243,7 @@ async def test_creates_never_wait_for_an_engine(tmp_path: Path) -> None:
         assert len({session.session_id for session in sessions}) == 512
         assert (await running.get("/healthz"))[1]["open_sessions"] == 512
         assert engine.model_info_calls - before < 100, "its watch asks for its version, no create does"
-        assert engine.most_health_calls <= 2, "one probe of each worker, whatever is created"
+        assert engine.most_health_calls <= 3, "one probe of each worker and of their parent, whatever is created"
         assert not engine.requests
 
 
@@ -415,7 +326,9 @@ def listener() -> Iterator[socket.socket]:
         yield taken
 
 
-def parent(folder: Path, listener: socket.socket, code: str, *, ready_s: float = 30.0) -> _Parent:
+def parent(
+    folder: Path, listener: socket.socket, code: str, *, ready_s: float = 30.0, places: Places | None = None
+) -> _Parent:
     """A parent of one worker that is a few lines of Python."""
     worker = _Worker(
         crew=Crew(folder=folder, public_fd=listener.fileno(), own_fd=listener.fileno()),
@@ -424,7 +337,7 @@ def parent(folder: Path, listener: socket.socket, code: str, *, ready_s: float =
         ready_s=ready_s,
         end_s=5.0,
     )
-    return _Parent([worker], [listener])
+    return _Parent([worker], [listener], places)
 
 
 async def test_a_worker_that_keeps_dying_ends_the_server_with_its_last_words(
@@ -444,6 +357,31 @@ async def test_a_worker_that_never_serves_is_not_tried_again(tmp_path: Path, lis
     assert caught.value.code == "config_error"
     with pytest.raises(ComponentLost, match="before it was ready"):
         await parent(tmp_path, listener, "import time; time.sleep(60)", ready_s=0.3).run()
+
+
+async def test_a_placement_service_that_ends_ends_the_server_and_says_so(
+    tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def broken(self: SharedTable) -> None:
+        await asyncio.sleep(0)
+        raise RuntimeError("no leases any more")
+
+    for cause in ("by itself", "no leases any more"):
+        places = Places(RouterConfig(), [])
+        if cause == "by itself":
+            ends = parent(tmp_path, listener, READY + "time.sleep(60)", places=places)
+            running = asyncio.ensure_future(ends.run())
+            while not ends._workers[0].ready:
+                await asyncio.sleep(0.01)
+            places._server.stop()
+        else:
+            monkeypatch.setattr(SharedTable, "_sweep", broken)
+            ends = parent(tmp_path, listener, READY + "time.sleep(60)", places=places)
+            running = asyncio.ensure_future(ends.run())
+        with pytest.raises(ComponentLost, match=f"placement service of the workers.*{cause}"):
+            await running
+        process = ends._workers[0].process
+        assert process is None or process.returncode is not None
 
 
 async def test_a_worker_that_ignores_a_signal_is_killed(tmp_path: Path, listener: socket.socket) -> None:

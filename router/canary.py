@@ -16,6 +16,7 @@ import orjson
 from aiohttp import web
 
 from tollway.errors import ComponentLost, ConfigError
+from tollway.router.losses import lost_words
 from tollway.router.smg import Workers
 
 __all__ = ["ROUTED_BY", "require_fields", "require_verbatim"]
@@ -138,7 +139,7 @@ async def _post(
         ) as response:
             return response.status, response.headers.get(ROUTED_BY), await response.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise ComponentLost(f"gateway {url} does not answer: {type(error).__name__}: {error}") from error
+        raise ComponentLost(f"gateway {url} does not answer: {lost_words(error)}") from error
 
 
 def _difference(sent: Mapping[str, object], got: bytes) -> str:

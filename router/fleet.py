@@ -11,7 +11,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Literal
 
 import aiohttp
@@ -28,7 +29,7 @@ from tollway.router.member import Engine, Membership
 from tollway.router.policy import PolicyWeights
 from tollway.router.watch import Watch
 
-__all__ = ["Engine", "Fleet", "Membership", "RefitPhase", "check_url"]
+__all__ = ["Engine", "Fleet", "Membership", "RefitPhase"]
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,11 @@ class Fleet:
         self._on_change = on_change
         self._client = client
         self._watch = Watch(
-            config, lost=self._lose, changed=self.changed, joining=self._check_twin, joined=self._joined
+            config,
+            lost=self._lose,
+            changed=self.changed,
+            joining=partial(_check_twin, self.engines),
+            joined=self._joined,
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
@@ -135,6 +140,7 @@ class Fleet:
             timer.cancel()
         engine.health.exited("removed")
         self.changed(engine)
+        logger.info("engine %s is removed", engine.name)
         engine.client.hang_up()
         await asyncio.gather(task, return_exceptions=True)
         await engine.client.aclose()
@@ -143,11 +149,13 @@ class Fleet:
     def drain(self, engine: Engine) -> None:
         """No new session goes to the engine; its own go on."""
         engine.health.drain()
+        logger.info("engine %s takes no new sessions", engine.name)
         self.changed(engine)
 
     def undrain(self, engine: Engine) -> None:
         """The engine takes new sessions again, as soon as it can."""
         engine.health.undrain()
+        logger.info("engine %s takes new sessions again", engine.name)
         self.changed(engine)
 
     def get(self, engine_id: str) -> Engine:
@@ -290,13 +298,6 @@ class Fleet:
             )
         self.changed(engine)
 
-    def _check_twin(self, engine: Engine, start: str) -> None:
-        """Raise ``UpstreamError`` when the engine has joined as the same process under another address."""
-        for each in self.engines.values():
-            joined = each.health.state not in (EngineState.JOINING, EngineState.LOST)
-            if each is not engine and joined and start and each.start_id == start and is_unique(start):
-                raise UpstreamError(f"it is the same process as {each.id} at {each.url}; remove one of them")
-
     def _lose(self, engine: Engine) -> None:
         others = len([each for each in self.engines.values() if each is not engine and each.health.takes_calls])
         on = f"{others} of {len(self.engines)} engines go on" if others else "no other engine is left"
@@ -337,6 +338,14 @@ class Fleet:
             self._down_since.pop(model, None)
         else:
             self._down_since.setdefault(model, time.monotonic())
+
+
+def _check_twin(engines: Mapping[str, Engine], engine: Engine, start: str) -> None:
+    """Raise ``UpstreamError`` when ``engine`` has joined as the same process under another address."""
+    for each in engines.values():
+        joined = each.health.state not in (EngineState.JOINING, EngineState.LOST)
+        if each is not engine and joined and start and each.start_id == start and is_unique(start):
+            raise UpstreamError(f"it is the same process as {each.id} at {each.url}; remove one of them")
 
 
 def _ready(engine: Engine) -> bool:

@@ -21,13 +21,15 @@ import aiohttp
 import orjson
 
 from tollway.errors import EngineLost, NoEngine, TollwayError, UpstreamError
+from tollway.router.addresses import check_url
 from tollway.router.admission import Admission
 from tollway.router.canary import ROUTED_BY
 from tollway.router.config import RouterConfig
 from tollway.router.engines import EngineClient, Timeouts
-from tollway.router.fleet import Engine, Fleet, RefitPhase, check_url
+from tollway.router.fleet import Engine, Fleet, RefitPhase
 from tollway.router.gateways import ForeignGateway, GatewayEnd, OwnGateway
 from tollway.router.health import EngineState
+from tollway.router.losses import lost_words
 from tollway.router.table import Pin, RoutingTable
 from tollway.router.targets import ANY, Target, Wanted
 from tollway.router.wire import GenerateCall
@@ -273,7 +275,7 @@ class OuterGateway:
                 text = await response.read()
                 return response.headers.get(ROUTED_BY), f"it answered {response.status}: {text[:300]!r}"
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return None, f"{type(error).__name__}: {error}"
+            return None, lost_words(error)
 
     def _target(self, worker: str) -> Target | None:
         """The target that a worker name (``url`` or ``url@rank``) stands for: without a rank the emptiest one."""
@@ -321,7 +323,7 @@ class GatewayClient(EngineClient):
         except (aiohttp.ClientError, OSError) as error:
             if self._http.closed:
                 raise  # the engine was lost, and all calls on it are ended
-            raise NoEngine(f"the outer gateway broke off: {type(error).__name__}: {error}".rstrip(": ")) from error
+            raise NoEngine(f"the outer gateway broke off: {lost_words(error)}") from error
         finally:
             if not done:
                 self._gateway.forget(call.rid)

@@ -57,6 +57,8 @@ class EngineHealth:
     """Why it is quarantined; empty when it is not."""
     _reached: bool = False
     _opened: bool = False
+    resumes: int = 0
+    """Times that it went on. A look that began before one of them says nothing about now."""
     _lost: bool = False
 
     @property
@@ -139,6 +141,7 @@ class EngineHealth:
     def resume(self) -> None:
         """It generates again."""
         self.pause_reason, self.pause_told = "", False
+        self.resumes += 1
 
     def quarantine(self, reason: str) -> None:
         """Trust its weights no more, until ``reloaded``."""

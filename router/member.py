@@ -1,12 +1,13 @@
 """One engine of a fleet and what is known of it: identity, limits, weights, flushes.
 
 Pure state; the rules of its life are in ``health``, who looks at it is ``watch``. Depends on ``engines``,
-``health``.
+``health`` and ``table``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ import aiohttp
 from tollway.records import PolicyVersion
 from tollway.router.engines import EngineClient
 from tollway.router.health import EngineHealth, EngineState
+from tollway.router.table import RoutingTable
 
 __all__ = ["Engine", "Membership"]
 
@@ -130,6 +132,21 @@ class Engine:
             if self.flushed:
                 self.flushed_versions.append(version)
             self.flushed = False
+
+    def enter(self, table: RoutingTable, *, max_in_flight: int | None) -> None:
+        """Tell ``table`` what it may put here; nothing while it is joining."""
+        if self.health.state is EngineState.JOINING:
+            return
+        table.set_engine(
+            self.id,
+            model=self.model,
+            ranks=self.dp_ranks,
+            budget_tokens=self.max_total_tokens,
+            max_in_flight=max_in_flight,
+            version=self.version,
+            admits=self.admits(time.monotonic()),
+            serves=self.health.takes_calls,
+        )
 
     def describe(self) -> dict[str, object]:
         """JSON form for ``GET /engines``."""

@@ -24,6 +24,7 @@ from tollway.errors import (
 )
 from tollway.router.addresses import check_url
 from tollway.router.config import RouterConfig
+from tollway.router.losses import lost_words
 from tollway.router.placement_wire import encode
 
 __all__ = ["KEY_VARIABLE", "AttachFirst", "ServiceLink"]
@@ -76,7 +77,7 @@ class ServiceLink:
             ) as response:
                 answer = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self.down(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            raise self.down(lost_words(error)) from error
         if response.status >= 400:
             raise self._error(response.status, answer)
         try:

@@ -13,7 +13,6 @@ import hmac
 import json
 import logging
 import re
-import signal
 import socket
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ from tollway.router.config import RouterConfig
 from tollway.router.placement_link import KEY_VARIABLE
 from tollway.router.placement_wire import Attach, EngineSaid, Move, Place, RefitNotice, Report, decode, encode
 from tollway.router.shared_table import SharedTable
-from tollway.serving import KEEP_ALIVE_S, announce, listen
+from tollway.serving import KEEP_ALIVE_S, announce, handling_signals, listen
 
 __all__ = ["LEASE_S", "PlacementApp", "PlacementServer", "run"]
 
@@ -230,14 +229,8 @@ class _Process(_Guest):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
+        with handling_signals(self.handle_exit):
             yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
 
 async def _read(receive: Receive) -> bytes:

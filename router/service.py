@@ -7,7 +7,6 @@ explains its cache misses. Owns what one of them has to tell another. Every wait
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import asdict, replace
 from types import TracebackType
@@ -23,7 +22,6 @@ from tollway.router.chooser import open_chooser
 from tollway.router.config import RouterConfig
 from tollway.router.engines import EngineClient, GenerateCall, GenerateDelta
 from tollway.router.fleet import Engine, Fleet, Membership, RefitPhase
-from tollway.router.health import EngineState
 from tollway.router.placement_lease import Lease, Service
 from tollway.router.seats import Placement, Seats, TermFields, Terms
 from tollway.router.table import RoutingTable
@@ -265,17 +263,8 @@ class Router:
         """Tell the table what the fleet knows."""
         if engine.id not in self.fleet.engines:
             self.table.remove_engine(engine.id)
-        elif engine.health.state is not EngineState.JOINING:
-            self.table.set_engine(
-                engine.id,
-                model=engine.model,
-                ranks=engine.dp_ranks,
-                budget_tokens=engine.max_total_tokens,
-                max_in_flight=engine.max_in_flight,
-                version=engine.version,
-                admits=engine.admits(time.monotonic()),
-                serves=engine.health.takes_calls,
-            )
+        else:
+            engine.enter(self.table, max_in_flight=engine.max_in_flight)
         lengths = [
             each.context_length
             for each in self.fleet.engines.values()

@@ -21,10 +21,10 @@ from typing import TypeVar, cast, get_args
 import msgspec
 
 from tollway.errors import BadRequest, Conflict, EngineLost, NoEngine, NotFound, TollwayError
+from tollway.router.addresses import check_url
 from tollway.router.admission import Admission
 from tollway.router.config import RouterConfig
-from tollway.router.fleet import Engine, Fleet, Membership, RefitPhase, check_url
-from tollway.router.health import EngineState
+from tollway.router.fleet import Engine, Fleet, Membership, RefitPhase
 from tollway.router.placement_wire import (
     Attach,
     Attached,
@@ -338,17 +338,8 @@ class SharedTable:
     def _engine_changed(self, engine: Engine) -> None:
         if engine.id not in self.fleet.engines:
             self.table.remove_engine(engine.id)
-        elif engine.health.state is not EngineState.JOINING:
-            self.table.set_engine(
-                engine.id,
-                model=engine.model,
-                ranks=engine.dp_ranks,
-                budget_tokens=engine.max_total_tokens,
-                max_in_flight=None,  # calls are counted where they run
-                version=engine.version,
-                admits=engine.admits(time.monotonic()),
-                serves=engine.health.takes_calls,
-            )
+        else:
+            engine.enter(self.table, max_in_flight=None)  # calls are counted where they run
         self.admission.changed()
         self._changed()
 

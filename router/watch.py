@@ -117,8 +117,9 @@ class Watch:
         health = engine.health
         if not await self._same_weights(engine) or not await self._same_process(engine):
             return
+        resumes = health.resumes
         ready = await engine.client.ready()
-        if ready is False and not health.pause_reason:
+        if ready is False and not health.pause_reason and health.resumes == resumes:
             health.pause(NOT_READY, time.monotonic(), told=False)
             self._changed(engine)
         await self._check_generation(engine, ready=ready)

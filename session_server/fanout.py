@@ -14,7 +14,8 @@ from urllib.parse import quote
 from msgspec import Struct
 
 from tollway.errors import BadRequest, WorkerDown
-from tollway.router.fleet import Membership, RefitPhase, check_url
+from tollway.router.addresses import check_url
+from tollway.router.fleet import Membership, RefitPhase
 from tollway.router.placement_lease import Lease
 from tollway.router.placement_wire import EngineSaid, RefitNotice
 from tollway.router.service import Router

@@ -25,7 +25,7 @@ import uvloop
 from tollway.errors import ConfigError
 from tollway.heap import keep_freed_memory, settle
 from tollway.router.config import RouterConfig
-from tollway.serving import KEEP_ALIVE_S, announce, listen
+from tollway.serving import KEEP_ALIVE_S, announce, handling_signals, listen
 from tollway.session_server.app import TollwayApp
 from tollway.session_server.config import ServerConfig
 from tollway.session_server.crew import SOLO, Crew, check_journals, journal_of
@@ -156,11 +156,5 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
+        with handling_signals(self.handle_exit):
             yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)

@@ -155,7 +155,7 @@ def _parser() -> argparse.ArgumentParser:
 def _command(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, run: object, text: str
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
     command.add_argument("-c", "--config", type=Path, metavar="FILE", help="configuration file (tollway.toml)")
     command.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override one key, for example trainer.steps=5"

@@ -6,15 +6,20 @@ depends on ``errors`` only.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
+import signal
 import socket
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from tollway.errors import ConfigError
 
-__all__ = ["KEEP_ALIVE_S", "announce", "listen", "read_ready", "say_ready"]
+__all__ = ["KEEP_ALIVE_S", "announce", "handling_signals", "listen", "read_ready", "say_ready"]
 
 KEEP_ALIVE_S = 75
 """How long a server keeps an idle connection: longer than any client, so that no request meets the closing of
@@ -41,6 +46,19 @@ def listen(host: str, port: int, *, key: str) -> socket.socket:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; set {wanted}") from error
     listener.setblocking(False)
     return listener
+
+
+@contextmanager
+def handling_signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """SIGTERM and SIGINT go to ``handle`` in the event loop: the process ends in its own time, with its own status."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number, None)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
 
 
 def announce(listener: socket.socket, **more: object) -> None:

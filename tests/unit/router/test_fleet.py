@@ -490,3 +490,27 @@ def test_only_allowed_hosts_may_be_named() -> None:
     assert check_url("http://GPU-1.cluster:30000/", ("gpu-*.cluster",)) == "http://gpu-1.cluster:30000"
     with pytest.raises(BadRequest, match="engine_hosts"):
         check_url("http://127.0.0.1:1", ("gpu-*.cluster",))
+
+
+async def test_a_look_that_began_before_a_pause_ended_says_nothing_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer is on the way while the trainer says that the engine goes on."""
+    slow = QUICK.model_copy(update={"probe_interval_s": 30.0})
+    async with FakeEngine() as fake, watching(slow) as fleet:
+        engine = fleet.add(fake.url)
+        await fleet.wait_serving(5)
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def not_ready() -> bool:
+            asked.set()
+            await answer.wait()
+            return False
+
+        monkeypatch.setattr(engine.client, "ready", not_ready)
+        probes = engine.probes
+        engine.wake.set()
+        await asked.wait()
+        fleet.note_refit(engine.id, None, flushed=False, phase="paused")
+        fleet.note_refit(engine.id, 2, flushed=True, phase="resumed")
+        answer.set()
+        await until(lambda: engine.probes > probes, "the look is over")
+        assert engine.health.state is EngineState.SERVING

@@ -108,10 +108,11 @@ async def test_a_placement_service_that_is_away_is_told_once(
 
 async def test_doctor_names_an_away_service_and_strangers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with FakeServer(tmp_path) as server:
-        for answer, wanted in (
+        answers: list[tuple[dict[str, object], str]] = [
             ({"ready": False, "engines": ["placement service does not answer"], "fleet": []}, "does not answer"),
             ({"ready": True}, "is no session server"),
-        ):
+        ]
+        for answer, wanted in answers:
 
             async def readiness(_: SessionClient, answer: dict[str, object] = answer) -> dict[str, object]:
                 return answer

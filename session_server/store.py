@@ -96,8 +96,15 @@ class SessionStore:
             if unloaded >= _TRIM_AFTER:
                 unloaded = 0
                 await asyncio.to_thread(give_back)
-            if not any(session.busy for session in self._loaded.values()):
+            if self._quiet(now):
                 collect_if_due()
+
+    def _quiet(self, now: float) -> bool:
+        """Whether nobody has called for a moment: between two calls of a busy server there is no call, either."""
+        if any(session.busy for session in self._loaded.values()):
+            return False
+        last = next(reversed(self._loaded), None)
+        return last is None or self._open[last].used_at + _SETTLED_S <= now
 
     async def expire(self, now: float) -> None:
         """Close the sessions whose time is over at ``now``, in Unix seconds."""

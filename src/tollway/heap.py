@@ -13,12 +13,14 @@ __all__ = ["collect_if_due", "give_back", "keep_freed_memory", "settle"]
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = 32 << 20
 """Blocks below this come from the heap; glibc takes no higher value."""
-_YOUNG = 20_000
-"""New containers between two young collections: about ten turns."""
-_SELDOM = 1000
-"""Middle collections between two full ones that nobody asked for: some minutes of full load."""
-_DUE = 50
-"""Middle collections after which a quiet moment is used for a full one."""
+_YOUNG = 2_500
+"""Containers made, less those freed, between two young collections. Where old state makes room for new the young ones
+are many more than that: at 20,000 they were a pause of 50 ms every twelve seconds, at this one of a few."""
+_SELDOM = 400, 1000
+"""Young collections between two of the middle generation, and those between two full ones that nobody asked for: some
+minutes of full load. Either looks at most of what lives."""
+_DUE = 100
+"""Young collections after which a quiet moment is used for a full one."""
 _KEPT = 128 << 20
 """Free memory at the end of the heap that is not given back to the system."""
 
@@ -39,18 +41,19 @@ def settle() -> None:
     """Call once everything is loaded: the collector leaves that alone from now on, and looks less often.
 
     Imported modules and tokenizers are a million objects; a full collection over them took 70 ms, in the middle of
-    a turn. One reply of an engine makes more objects than the default threshold of a young collection. Over a
-    thousand live sessions a full one took 170 ms, once in half a minute: ``collect_if_due`` does it between turns.
+    a turn. Over a thousand live sessions it took 170 ms, once in half a minute: ``collect_if_due`` does it between
+    turns.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(_YOUNG, 20, _SELDOM)
+    gc.set_threshold(_YOUNG, *_SELDOM)
     give_back()  # what only the start needed
 
 
 def collect_if_due() -> None:
     """A full collection when much was made since the last one. For a moment in which no request waits."""
-    if gc.get_count()[2] >= _DUE:
+    _, young, middle = gc.get_count()
+    if middle or young >= _DUE:
         gc.collect()
 
 

@@ -43,8 +43,8 @@ def count(phase, info):
 gc.callbacks.append(count)
 heap.collect_if_due()
 assert full == 0, "nothing was made yet"
-for _ in range(60):  # more middle collections than make one due
-    gc.collect(1)
+for _ in range(120):  # more young collections than make a full one due
+    gc.collect(0)
 assert full == 0
 heap.collect_if_due()
 print(full)

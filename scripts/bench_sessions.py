@@ -30,7 +30,7 @@ TOOL_CHARS = 3200
 IDLE_CHARS = 4000
 UNLOAD_S = 15.0
 SWEEP_S = 6.0
-"""A bit more than the server's pause between two looks for sessions that nobody uses; after one it gives memory back."""
+"""A bit more than the pause between two looks of the server for unused sessions; then it gives memory back."""
 AT_ONCE = 32
 
 

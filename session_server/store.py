@@ -96,15 +96,8 @@ class SessionStore:
             if unloaded >= _TRIM_AFTER:
                 unloaded = 0
                 await asyncio.to_thread(give_back)
-            if self._quiet(now):
+            if _quiet(self._loaded, self._open, now):
                 collect_if_due()
-
-    def _quiet(self, now: float) -> bool:
-        """Whether nobody has called for a moment: between two calls of a busy server there is no call, either."""
-        if any(session.busy for session in self._loaded.values()):
-            return False
-        last = next(reversed(self._loaded), None)
-        return last is None or self._open[last].used_at + _SETTLED_S <= now
 
     async def expire(self, now: float) -> None:
         """Close the sessions whose time is over at ``now``, in Unix seconds."""
@@ -377,3 +370,11 @@ def _restore_pin(router: Router, session: Session) -> None:
             resident_tokens=max(node.length for node in session.forest.nodes.values()),
             model=settings.model,
         )
+
+
+def _quiet(loaded: OrderedDict[str, Session], cards: Mapping[str, Card], now: float) -> bool:
+    """Whether nobody has called for a moment: between two calls of a busy server there is no call, either."""
+    if any(session.busy for session in loaded.values()):
+        return False
+    last = next(reversed(loaded), None)
+    return last is None or cards[last].used_at + _SETTLED_S <= now

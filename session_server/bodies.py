@@ -280,7 +280,7 @@ def _whole(body: bytes, dialect: Dialect) -> Reading:
     wish = dialect.wish(raw)
     value = raw.get(dialect.list_field)
     if isinstance(value, str):
-        return Reading(wish, [value])
+        return Reading(wish, dialect.items_of_text(value))
     if not isinstance(value, list) or not value:
         raise BadRequest(f"{dialect.list_field} must be a non-empty list", param=dialect.list_field)
     opening, ends = _located(body, dialect.list_field, len(value))

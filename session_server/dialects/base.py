@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tollway.errors import TollwayError
+from tollway.errors import BadRequest, TollwayError
 from tollway.messages import Message
 from tollway.session_server.families.base import Family
 from tollway.session_server.request import TurnDelta, TurnOutcome, Wish
@@ -78,6 +78,10 @@ class Dialect(ABC):
     @abstractmethod
     def closed_after(self, item: object) -> bool:
         """Whether nothing behind ``item`` can become part of the same kernel message."""
+
+    def items_of_text(self, text: str) -> list[object]:
+        """The list that a conversation given as one text stands for. Raises ``BadRequest`` where it must be a list."""
+        raise BadRequest(f"{self.list_field} must be a non-empty list, got a text", param=self.list_field)
 
     def settle(self, wish: Wish, last: object) -> Wish:
         """The wish, given the last list item: some dialects ask for a special reply inside their list.

@@ -122,6 +122,10 @@ class ResponsesDialect(Dialect):
         """What a model said may go on with the next item; a trigger is settled with the item itself at hand."""
         return not is_assistant_side(item) and not _is_trigger(item)
 
+    def items_of_text(self, text: str) -> list[object]:
+        """The whole input may be one text; an entry of a list may not."""
+        return [{"role": "user", "content": text}]
+
     def settle(self, wish: Wish, last: object) -> Wish:
         """A compaction is a plain text reply to the same prompt."""
         if not _is_trigger(last):

@@ -49,13 +49,9 @@ def read_items(items: Sequence[object], first: int) -> list[Message]:
     draft: _Draft | None = None
     for at, item in enumerate(items, first):
         where = f"input[{at}]"
-        if isinstance(item, str):
-            # The whole input may be one text.
-            raw: Json = {"role": "user", "content": item}
-        elif isinstance(item, dict):
-            raw = item
-        else:
+        if not isinstance(item, dict):
             raise BadRequest(f"{where} must be an object, got {type(item).__name__}", param=where)
+        raw: Json = item
         if is_assistant_side(raw):
             draft = draft or _Draft()
             draft.add(raw, where)

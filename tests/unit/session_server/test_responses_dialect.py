@@ -14,6 +14,9 @@ from pydantic import TypeAdapter
 
 from tollway.errors import BadRequest, ContextLengthExceeded, EngineLost
 from tollway.messages import Message, ToolCall
+from tollway.session_server.bodies import Body, read
+from tollway.session_server.dialects.chat import CHAT
+from tollway.session_server.dialects.messages import MESSAGES
 from tollway.session_server.dialects.responses import RESPONSES
 from tollway.session_server.dialects.sealed import seal
 from tollway.session_server.families.renderers_family import RenderersFamily
@@ -53,7 +56,16 @@ def sdk(content: bytes) -> openai.OpenAI:
 
 
 def test_input_may_be_one_text() -> None:
-    assert RESPONSES.messages(["hi"]) == [Message(role="user", content="hi")]
+    reading = read(Body([b'{"input": "hi"}']), RESPONSES)
+    assert RESPONSES.messages(reading.items) == [Message(role="user", content="hi")]
+
+
+def test_a_text_is_no_item_of_a_list_and_no_conversation_of_the_other_dialects() -> None:
+    with pytest.raises(BadRequest, match=r"input\[1\] must be an object, got str"):
+        RESPONSES.messages([{"role": "user", "content": "hi"}, "NaN"])
+    for dialect in (CHAT, MESSAGES):
+        with pytest.raises(BadRequest, match="messages must be a non-empty list, got a text"):
+            read(Body([b'{"messages": "hi", "max_tokens": 5}']), dialect)
 
 
 def test_message_items_with_and_without_a_type() -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 
 from tollway.errors import CapacityExceeded, NoEngine, TollwayError, VersionNotReady
 from tollway.router import metrics
@@ -205,21 +203,25 @@ class Admission:
 
     # -- calls -------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def slot(self, target: Target, *, priority: int = 0) -> AsyncGenerator[None]:
-        """One of the calls that may run on ``target``, counted by the table's ``begin`` and ``end`` meanwhile.
+    async def enter(self, target: Target, *, priority: int = 0) -> CallTicket:
+        """Be one of the calls that may run on ``target`` until ``leave``, counted by the table's ``begin`` and ``end``.
 
         Waiting calls go by priority, then by arrival. Raises ``CapacityExceeded`` after
         ``router.admission_timeout_s``. A target that is lost or removed meanwhile still hands its places on: ask
         again whether it serves before the call leaves.
         """
         ticket = self._slots.ask(target, now=time.monotonic(), priority=priority)
-        try:
-            if not ticket.granted:
+        if not ticket.granted:
+            try:
                 await self._wait_slot(ticket)
-            yield
-        finally:
-            self._start(self._slots.end(ticket))
+            except BaseException:
+                self.leave(ticket)
+                raise
+        return ticket
+
+    def leave(self, ticket: CallTicket) -> None:
+        """The call ended, however it ended: the next one may run."""
+        self._start(self._slots.end(ticket))
 
     async def _wait_slot(self, ticket: CallTicket) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()

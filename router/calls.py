@@ -126,20 +126,14 @@ class Calls:
         if not call.routing_key or not key:
             raise BadRequest("a generation call needs a routing key: without one every turn would miss the cache")
         with self._accounts.open(key, call, lineage, model=terms.model) as tab:
-            async with aclosing(self._run(tab, call, terms)) as items:
-                async for item in items:
-                    yield item
-
-    async def _run(self, tab: Tab, call: GenerateCall, terms: Terms) -> AsyncGenerator[GenerateDelta | Routed]:
-        key, started_at = tab.key, time.time()
-        course = _Course(call, call, first=tab.lineage.parent is None)
-        while True:
-            failure: TollwayError | None = None
-            async with self._seats.seat(key, course.current.prompt.size, terms) as given:
-                seat = given
-                course.sits(seat, tab)
-                client = seat.engine.client  # a lost engine gets another one
+            started_at = time.time()
+            course = _Course(call, call, first=lineage.parent is None)
+            while True:
+                failure: TollwayError | None = None
+                held = seat = await self._seats.take(key, course.current.prompt.size, terms)
                 try:
+                    course.sits(seat, tab)
+                    client = seat.engine.client  # a lost engine gets another one
                     async with aclosing(self._attempt(seat, client, course.current)) as items:
                         async for item in items:
                             tab.heard(item.cached_tokens)
@@ -151,15 +145,17 @@ class Calls:
                                 yield item
                 except (EngineLost, EngineBusy, EngineRefused) as error:
                     failure = error
+                finally:
+                    self._seats.give(held)
                 if (found := self._seats.served(key, course.current.rid, seat)) is not None:
                     seat = found
                     course.came_from(seat, tab)
-            if failure is not None:
-                await self._after(failure, course, seat, client, (key, terms))
-            elif not self._continued(course):
-                break
-        whole = merge_replies(call, course.pieces)
-        facts = await self._accounts.settle(tab, whole)
+                if failure is not None:
+                    await self._after(failure, course, seat, client, (key, terms))
+                elif not self._continued(course):
+                    break
+            whole = merge_replies(call, course.pieces)
+            facts = await self._accounts.settle(tab, whole)
         self._seats.grow(key, facts.prompt_tokens + facts.output_tokens, terms)
         if terms.want is not ANY and not all(terms.want.holds(span.version) for span in whole.versions):
             # New weights came in the middle: what was sampled is not what was wanted.

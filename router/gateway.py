@@ -45,7 +45,9 @@ _ASK = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature"
 _ASK_S = 10.0
 """How long a gateway may go on naming engines that a session cannot have."""
 _PREFERENCES = 8
-"""How many routing keys are tried for a session to stay on the engine that has its prefix."""
+"""How many routing keys are tried at once for a session to stay on the engine that has its prefix."""
+_PREFER_S = 1.0
+"""How long it is tried in all: a gateway that has just started may not send to every worker yet."""
 
 
 class OuterGateway:
@@ -243,9 +245,12 @@ class OuterGateway:
             target = self._target(worker) if worker is not None else None
             tries += 1
             if target is not None and target.engine_id not in exclude and target.serves and want.holds(target.version):
-                if not prefer or target.engine_id == prefer or tries > _PREFERENCES:
+                tried = tries > _PREFERENCES and time.monotonic() - started > _PREFER_S
+                if not prefer or target.engine_id == prefer or tried:
                     self._homes[key] = target.engine_id
                     return target
+                if tries > _PREFERENCES:
+                    await asyncio.sleep(0.05)
             else:
                 said = words if worker is None else f"it names {worker}"
                 if time.monotonic() - started > _ASK_S:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypedDict
 
@@ -23,6 +21,7 @@ from tollway.router.config import RouterConfig
 from tollway.router.fleet import Engine, Fleet
 from tollway.router.health import EngineState
 from tollway.router.placement import takes
+from tollway.router.queues import CallTicket
 from tollway.router.table import Pin, RoutingTable
 from tollway.router.targets import ANY, Target, Wanted
 from tollway.router.versions import Changes, ExactHolders, not_ready, will_come
@@ -92,6 +91,10 @@ class Seat:
     pin: Pin
     priority: int = 0
     """The session's own, and what its length adds."""
+    ticket: CallTicket | None = None
+    """Its place among the calls of the target."""
+    exact: PolicyVersion | None = None
+    """The version that its call is fixed to."""
 
 
 class Seats:
@@ -123,28 +126,30 @@ class Seats:
 
     # -- a seat ------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def seat(self, key: str, tokens: int, terms: Terms) -> AsyncIterator[Seat]:
-        """Hold a seat for a call of session ``key`` whose prompt has ``tokens`` tokens.
+    async def take(self, key: str, tokens: int, terms: Terms) -> Seat:
+        """A seat for a call of session ``key`` whose prompt has ``tokens`` tokens; ``give`` it back in any case.
 
         Raises ``NoEngine``, ``CapacityExceeded`` and, after ``router.version_wait_s``, ``VersionNotReady``.
         """
         while True:
             engine, target, pin = await self._found(key, tokens, terms)
             priority = terms.priority + self._table.urgency(pin)
-            async with self._admission.slot(target, priority=priority):
-                # While the call waited the engine may have gone or got other weights, or the session have moved.
-                if not (target.serves and terms.want.holds(target.version) and self._is_home(key, pin, target)):
-                    continue
+            ticket = await self._admission.enter(target, priority=priority)
+            # While the call waited the engine may have gone or got other weights, or the session have moved.
+            if target.serves and terms.want.holds(target.version) and self._is_home(key, pin, target):
                 self._held[pin] += 1
-                try:
-                    with self.holders.call(engine.id, terms.want.exact):
-                        yield Seat(engine, target, pin, priority)
-                finally:
-                    self._held[pin] -= 1
-                    if not self._held[pin]:
-                        del self._held[pin]
-                return
+                self.holders.begin(engine.id, terms.want.exact)
+                return Seat(engine, target, pin, priority, ticket, terms.want.exact)
+            self._admission.leave(ticket)
+
+    def give(self, seat: Seat) -> None:
+        """The call of a seat from ``take`` ended."""
+        self.holders.end(seat.engine.id, seat.exact)
+        self._held[seat.pin] -= 1
+        if not self._held[seat.pin]:
+            del self._held[seat.pin]
+        if seat.ticket is not None:
+            self._admission.leave(seat.ticket)
 
     def _is_home(self, key: str, pin: Pin, target: Target) -> bool:
         return self._table.pin(key, pin.model) is pin and self._table.target_of(pin) is target

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tollway.errors import BadRequest, VersionNotReady
@@ -117,20 +116,17 @@ class ExactHolders:
         """The session ended. Unknown ones are fine."""
         self._sessions.pop(key, None)
 
-    @contextmanager
-    def call(self, engine_id: str, version: PolicyVersion | None) -> Iterator[None]:
-        """Count a running call; ``None`` counts nothing."""
-        if version is None:
-            yield
-            return
-        name = engine_id, version
-        self._calls[name] += 1
-        try:
-            yield
-        finally:
-            self._calls[name] -= 1
-            if not self._calls[name]:
-                del self._calls[name]
+    def begin(self, engine_id: str, version: PolicyVersion | None) -> None:
+        """A call that is fixed to ``version`` runs; ``None`` counts nothing."""
+        if version is not None:
+            self._calls[engine_id, version] += 1
+
+    def end(self, engine_id: str, version: PolicyVersion | None) -> None:
+        """It ended, however it ended."""
+        if version is not None:
+            self._calls[engine_id, version] -= 1
+            if not self._calls[engine_id, version]:
+                del self._calls[engine_id, version]
 
     def on(
         self, engine_id: str, version: PolicyVersion | None, *, model: str, home: Callable[[str], str | None]

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
+
+import pytest
 
 # One thread per process: on a loaded machine a second one makes single steps many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _log_lines_end_with_the_test() -> Iterator[None]:
+    """A command that ran in this process sent log lines to a stderr that is gone with its test."""
+    from tollway import telemetry
+
+    root = logging.getLogger()
+    level = root.level
+    yield
+    telemetry.unconfigure()
+    root.setLevel(level)

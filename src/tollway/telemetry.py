@@ -78,11 +78,17 @@ def configure(level: str = "INFO", *, component: str = "tollway", file: Path | N
     for handler in handlers:
         handler.addFilter(_Context())
         handler.setFormatter(form)
+    unconfigure()
     root = logging.getLogger()
-    for earlier in _handlers:
-        root.removeHandler(earlier)
-        earlier.close()
     _handlers[:] = handlers
     for handler in handlers:
         root.addHandler(handler)
     root.setLevel(level.upper())
+
+
+def unconfigure() -> None:
+    """Take back what ``configure`` added, for a program that goes on after a command ended."""
+    for earlier in _handlers:
+        logging.getLogger().removeHandler(earlier)
+        earlier.close()
+    _handlers.clear()

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tollway import telemetry
-
-
-@pytest.fixture(autouse=True)
-def restored() -> Iterator[None]:
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    telemetry.configure()
-    for handler in [h for h in root.handlers if h not in handlers]:
-        root.removeHandler(handler)
-        handler.close()
-    telemetry._handlers.clear()
-    root.setLevel(level)
 
 
 def test_a_file_gets_everything_and_the_terminal_only_warnings(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 
@@ -36,6 +36,15 @@ async def settled() -> None:
 
 def soon(admission: Admission, key: str, tokens: int = 900, **how: object) -> asyncio.Task[Pin]:
     return asyncio.ensure_future(admission.place(key, tokens=tokens, **how))  # type: ignore[arg-type]
+
+
+@contextlib.asynccontextmanager
+async def slot(admission: Admission, target: Target, *, priority: int = 0) -> AsyncIterator[None]:
+    ticket = await admission.enter(target, priority=priority)
+    try:
+        yield
+    finally:
+        admission.leave(ticket)
 
 
 def clean(routes: RoutingTable, admission: Admission) -> bool:
@@ -192,7 +201,7 @@ async def test_calls_wait_for_a_place_and_go_by_priority_then_arrival() -> None:
     free = asyncio.Event()
 
     async def call(name: str, priority: int) -> None:
-        async with admission.slot(target, priority=priority):
+        async with slot(admission, target, priority=priority):
             order.append(name)
             assert target.in_flight == 1
             await free.wait()
@@ -212,9 +221,9 @@ async def test_calls_wait_for_a_place_and_go_by_priority_then_arrival() -> None:
 async def test_a_place_that_never_comes_is_429() -> None:
     routes, admission = made(BRIEF, max_in_flight=1)
     (target,) = routes.targets("e0")
-    async with admission.slot(target):
+    async with slot(admission, target):
         with pytest.raises(CapacityExceeded, match="ran 1 calls at once, its limit"):
-            async with admission.slot(target):
+            async with slot(admission, target):
                 pytest.fail("there is no place")
         assert target.waiting == 0
     assert clean(routes, admission)
@@ -225,7 +234,7 @@ async def test_a_failing_call_gives_its_place_back() -> None:
     (target,) = routes.targets("e0")
     for _ in range(3):
         with pytest.raises(RuntimeError):
-            async with admission.slot(target):
+            async with slot(admission, target):
                 raise RuntimeError("the engine broke")
     assert clean(routes, admission)
 
@@ -237,7 +246,7 @@ async def test_a_long_queue_is_worth_a_move() -> None:
     assert home is not None
     home.observe(uncached_tokens=1000, output_tokens=0, call_s=1.0)
     assert not admission.should_move(pin)
-    async with admission.slot(home):
+    async with slot(admission, home):
         assert wait_s(home) == pytest.approx(1.0)
         assert admission.should_move(pin)  # 1 s against three times 0.1 s
         moved = routes.move("s", "migration")
@@ -261,7 +270,7 @@ async def agent(rng: random.Random, admission: Admission, routes: RoutingTable, 
                 target = routes.target_of(pin)
             if target is None:
                 return
-            async with admission.slot(target, priority=rng.randrange(3)):
+            async with slot(admission, target, priority=rng.randrange(3)):
                 await asyncio.sleep(0.0001 * rng.randrange(8))
                 target.observe(uncached_tokens=10, output_tokens=5, call_s=0.01)
             routes.grow(key, pin.resident_tokens + 50, model)

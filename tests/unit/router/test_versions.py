@@ -81,8 +81,12 @@ def test_holders_are_those_of_this_version_on_this_engine_or_still_without_a_pla
     holders.hold("judge", 3, model="judge")
     on = holders.on("e0", 3, model="", home=homes.get)
     assert (on.sessions, on.calls) == (2, 0)
-    with holders.call("e0", 3), holders.call("e0", None), holders.call("e1", 3):
-        assert holders.on("e0", 3, model="", home=homes.get).calls == 1
+    running: tuple[tuple[str, int | None], ...] = (("e0", 3), ("e0", None), ("e1", 3))
+    for engine_id, version in running:
+        holders.begin(engine_id, version)
+    assert holders.on("e0", 3, model="", home=homes.get).calls == 1
+    for engine_id, version in running:
+        holders.end(engine_id, version)
     assert holders.on("e0", 3, model="", home=homes.get).calls == 0
     for key in ("a", "c", "c", "unknown"):
         holders.release(key)

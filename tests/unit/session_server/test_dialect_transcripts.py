@@ -41,7 +41,8 @@ def bodies(harness: str) -> list[tuple[Dialect, dict[str, Any]]]:
 def parsed(dialect: Dialect, body: dict[str, Any]) -> tuple[Wish, list[Message]]:
     items = body[dialect.list_field]
     wish = wish_of(dialect, body)
-    return wish, [*wish.lead, *dialect.messages([items] if isinstance(items, str) else items)]
+    items = dialect.items_of_text(items) if isinstance(items, str) else items
+    return wish, [*wish.lead, *dialect.messages(items)]
 
 
 def roles(harness: str) -> list[list[str]]:

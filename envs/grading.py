@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import ast
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tollway.envs.base import Grader, Task, Verdict
-from tollway.errors import BadRequest
-from tollway.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec
+from tollway.envs.base import Grader, Task, Verdict, Work
+from tollway.sandboxes.base import ExecResult, SandboxSpec
 
-__all__ = ["HiddenCalls", "collect", "judge", "same"]
+__all__ = ["HiddenCalls", "judge", "same"]
 
 PYTHON = ("/usr/bin/python3", "-I", "-S", "-B")
 """The sandbox's Python: no site, no user files, no bytecode written."""
-MAX_SOURCE_BYTES = 1 << 20
 
 _DRIVER = """\
 import sys
@@ -52,8 +50,9 @@ class HiddenCalls(Grader):
     """(arguments, right answer): values that ``ast.literal_eval`` can read."""
     timeout_s: float = 30.0
 
-    async def grade(self, task: Task, submission: Mapping[str, bytes], provider: SandboxProvider) -> Verdict:
+    async def grade(self, task: Task, work: Work) -> Verdict:
         """Judge in a fresh sandbox, which is gone when this returns."""
+        submission = work.submission
         missing = [path for path in task.sources if path not in submission]
         if missing:
             return Verdict(reward=0.0, reason=f"{missing[0]} is missing")
@@ -66,7 +65,7 @@ class HiddenCalls(Grader):
         mark = secrets.token_hex(16)
         calls = [args for args, _ in self.cases]
         driver = _DRIVER.format(module=self.module, function=self.function, calls=calls, mark=mark)
-        sandbox = await provider.create(spec)
+        sandbox = await work.provider.create(spec)
         try:
             done = await sandbox.exec([*PYTHON, "-c", driver], timeout_s=self.timeout_s)
         finally:
@@ -104,14 +103,3 @@ def same(found: object, wanted: object) -> bool:
     if isinstance(found, dict) and isinstance(wanted, dict):
         return found.keys() == wanted.keys() and all(same(found[key], wanted[key]) for key in wanted)
     return found == wanted
-
-
-async def collect(sandbox: Sandbox, task: Task) -> dict[str, bytes]:
-    """The task's source files as the agent left them; links, FIFOs and missing files are left out."""
-    submission = {}
-    for path in task.sources:
-        try:
-            submission[path] = await sandbox.read(path, max_bytes=MAX_SOURCE_BYTES)
-        except BadRequest:
-            continue
-    return submission

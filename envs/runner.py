@@ -2,7 +2,7 @@
 
 Infrastructure failures make an episode end without a reward, never with 0, and only whole episodes are
 retried, each with a new session and a new sandbox. Whatever happens, cancellation included, no sandbox and no
-unfinished session is left. Depends on ``envs.base`` and ``grading``; which environment, harness, provider
+unfinished session is left. Depends on ``envs.base``; which environment, harness, provider
 and server it works with is passed in.
 """
 
@@ -11,14 +11,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from tollway.envs.base import AgentRun, Environment, Harness, Sessions, Task, Verdict
+from tollway.envs.base import (
+    AgentRun,
+    Desk,
+    Environment,
+    Harness,
+    Machine,
+    Outfit,
+    Sessions,
+    Task,
+    Toolset,
+    Verdict,
+    Work,
+)
 from tollway.envs.config import EnvConfig
-from tollway.envs.grading import collect
 from tollway.errors import (
     ComponentLost,
     EngineLost,
@@ -148,9 +159,24 @@ class EpisodeRunner(EpisodeSource):
 
     async def _episode(self, task: Task, session: Session) -> Rollout:
         started = time.monotonic()
-        run, submission = await self._agent(task, session)
-        graded_from = time.monotonic()
-        verdict = await self._grade(task, run, submission)
+        async with self._harness.outfit(task, session) as outfit, self._machine(task, session, outfit) as sandbox:
+            tools = self._environment.toolset(task, sandbox)
+            run = await self._agent(task, session, sandbox, tools)
+            work = Work(
+                submission=await self._collect(task, run, sandbox),
+                provider=self._provider,
+                run=run,
+                sessions=self._sessions,
+                tools=tools,
+                sandbox=sandbox,
+            )
+            graded_from = time.monotonic()
+            verdict = None
+            if self._environment.grader(task).in_agents_sandbox:
+                verdict = await self._grade(task, work)
+        # The agent's sandbox is gone by now, so that grading can always get a place.
+        if verdict is None:
+            verdict = await self._grade(task, replace(work, sandbox=None))
         ended = time.monotonic()
         facts = {
             **run.facts,
@@ -171,30 +197,47 @@ class EpisodeRunner(EpisodeSource):
             facts=facts,
         )
 
-    async def _agent(self, task: Task, session: Session) -> tuple[AgentRun, dict[str, bytes]]:
-        """The agent phase. Its sandbox is gone when it ends, so that grading can always get a place."""
+    @asynccontextmanager
+    async def _machine(self, task: Task, session: Session, outfit: Outfit) -> AsyncIterator[Sandbox | None]:
+        """The agent's sandbox with a heartbeat, killed when the block ends; ``None`` for a task without one."""
+        if task.machine is None:
+            yield None
+            return
         ttl_s = self._config.sandbox_ttl_s
         labels = {"task": task.task_id, "session": session.session_id}
-        sandbox = await self._provider.create(SandboxSpec(ttl_s=ttl_s, labels=labels, files=task.files))
+        sandbox = await self._provider.create(_spec(task, task.machine, outfit, ttl_s, labels))
         beat = asyncio.create_task(_heartbeat(sandbox, ttl_s))
         try:
-            tools = self._environment.toolset(task, sandbox)
-            model = _SessionModel(self._sessions, session, self._config.model_timeout_s)
-            try:
-                async with asyncio.timeout(self._config.agent_timeout_s):
-                    run = await self._harness.run(task, model, tools)
-            except TimeoutError:
-                # What is there is still worth a grade; the mark tells it from a finished run.
-                run = AgentRun(turns=model.answered, submitted=False, finish="timeout", facts=tools.facts)
-            return run, await collect(sandbox, task) if run.submitted else {}
+            yield sandbox
         finally:
             beat.cancel()
             await sandbox.kill()
 
-    async def _grade(self, task: Task, run: AgentRun, submission: dict[str, bytes]) -> Verdict:
-        if not run.submitted:
-            return Verdict(reward=0.0, reason=f"not submitted: {run.finish}")
-        return await self._environment.grader(task).grade(task, submission, self._provider)
+    async def _agent(self, task: Task, session: Session, sandbox: Sandbox | None, tools: Toolset) -> AgentRun:
+        """The agent phase: at most as long as the task or the configuration allows."""
+        model = _SessionModel(self._sessions, session, self._config.model_timeout_s)
+        limit_s = task.limits.agent_s or self._config.agent_timeout_s
+        try:
+            opening = await tools.open()
+            desk = Desk(session=session, model=model, tools=tools, sandbox=sandbox, opening=opening)
+            async with asyncio.timeout(limit_s) as deadline:
+                return await self._harness.run(task, desk)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            # What is there is still worth a grade; the mark tells it from a finished run.
+            return AgentRun(turns=model.answered, submitted=False, finish="timeout", facts=tools.facts)
+        finally:
+            await tools.aclose()
+
+    async def _collect(self, task: Task, run: AgentRun, sandbox: Sandbox | None) -> Mapping[str, bytes]:
+        wanted = run.submitted or not self._environment.needs_submission
+        return await self._environment.collect(task, sandbox) if wanted and sandbox is not None else {}
+
+    async def _grade(self, task: Task, work: Work) -> Verdict:
+        if self._environment.needs_submission and not work.run.submitted:
+            return Verdict(reward=0.0, reason=f"not submitted: {work.run.finish}")
+        return await self._environment.grader(task).grade(task, work)
 
     async def _record(self, session_id: str, run: AgentRun, verdict: Verdict) -> tuple[Trajectory, ...]:
         limit = self._config.record_timeout_s
@@ -220,6 +263,25 @@ class EpisodeRunner(EpisodeSource):
         except TollwayError:
             return  # it never opened
         await self._delete(session.session_id)
+
+
+def _spec(task: Task, machine: Machine, outfit: Outfit, ttl_s: float, labels: Mapping[str, str]) -> SandboxSpec:
+    """The task's machine with what the harness needs on top."""
+    return SandboxSpec(
+        ttl_s=ttl_s,
+        labels=labels,
+        image=machine.image,
+        files=task.files,
+        tree=machine.tree,
+        mounts={**machine.mounts, **outfit.mounts},
+        env={**machine.env, **outfit.env},
+        cpu=machine.cpu,
+        mem_mb=max(machine.mem_mb, outfit.mem_mb),
+        disk_mb=machine.disk_mb,
+        pids=max(machine.pids, outfit.pids),
+        network=outfit.network or machine.network,
+        options={**machine.options, **outfit.options},
+    )
 
 
 class _SessionModel:

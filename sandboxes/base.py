@@ -15,6 +15,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal, TypeVar
 
 from tollway.errors import (
@@ -41,7 +42,9 @@ __all__ = [
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-CAPABILITIES = frozenset({"snapshot", "pause", "fork", "public_network", "network_hosts", "stderr", "user", "attach"})
+CAPABILITIES = frozenset(
+    {"snapshot", "pause", "fork", "public_network", "network_hosts", "stderr", "user", "attach", "host_files"}
+)
 """Names that ``SandboxProvider.caps`` may hold."""
 
 
@@ -57,10 +60,16 @@ class SandboxSpec:
     """Image, template or snapshot name as the provider understands it; ``None`` for its default."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Files to write at once, by path relative to the workspace."""
+    tree: Path | None = None
+    """Directory of this machine whose contents the workspace starts with, below ``files``; it is never written."""
+    mounts: Mapping[str, Path] = field(default_factory=dict)
+    """Files and directories of this machine to read inside, by absolute path inside."""
     env: Mapping[str, str] = field(default_factory=dict)
     cpu: float | None = None
     """Cores; ``None`` for the provider's default. Providers without CPU limits ignore it."""
     mem_mb: int = 512
+    disk_mb: int = 512
+    """Most that the workspace may hold."""
     pids: int = 64
     """Processes at once."""
     network: Literal["none", "public"] | tuple[str, ...] = "none"

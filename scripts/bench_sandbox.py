@@ -23,6 +23,7 @@ import sys
 import time
 from pathlib import Path
 
+from tollway.envs.base import Work
 from tollway.envs.config import EnvConfig
 from tollway.envs.grading import PYTHON
 from tollway.envs.micro_swe.environment import CHECK_COMMAND, MicroSwe
@@ -205,7 +206,7 @@ async def episode(provider: LocalProvider, rounds: int) -> float:
             await sandbox.exec(list(command), timeout_s=30)
         submission = {path: await sandbox.read(path) for path in task.sources}
         await sandbox.kill()
-        verdict = await environment.grader(task).grade(task, submission, provider)
+        verdict = await environment.grader(task).grade(task, Work(submission=submission, provider=provider))
         assert verdict.reward == 1.0
 
     for start in range(0, rounds, 8):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tollway.envs.base import AgentRun, Harness, Model, Task, ToolAnswer, Toolset
+from tollway.envs.base import AgentRun, Desk, Harness, Task, ToolAnswer
 from tollway.errors import BadRequest, ContextLengthExceeded
 from tollway.messages import Message
 
@@ -23,13 +23,14 @@ class ToolLoop(Harness):
         self.blank_tools = blank_tools
         """Show the model spaces instead of tool output: what it then still solves, it does not read."""
 
-    async def run(self, task: Task, model: Model, tools: Toolset) -> AgentRun:
+    async def run(self, task: Task, desk: Desk) -> AgentRun:
         """Work on ``task``. A context overflow ends the run as truncated; other model errors are raised."""
-        messages = list(task.messages)
-        turns, finish, cut = 0, "max_turns", 0.0
+        tools = desk.tools
+        messages = [*task.messages, *desk.opening]
+        turns, finish, cut, answer = 0, "max_turns", 0.0, ""
         while turns < self.max_turns and finish == "max_turns":
             try:
-                reply = await model.chat(messages, tools.specs)
+                reply = await desk.model.chat(messages, tools.specs)
             except BadRequest as error:
                 # By code: over HTTP the class does not always survive.
                 if error.code != ContextLengthExceeded.code:
@@ -39,17 +40,18 @@ class ToolLoop(Harness):
             turns += 1
             cut += reply.finish_reason == "length"
             messages.append(reply.message)
+            answer = reply.message.content
             if not reply.message.tool_calls:
                 finish = "stopped"
                 break
             for call in reply.message.tool_calls:
-                answer = await tools.call(call)
-                if answer.ends:
+                result = await tools.call(call)
+                if result.ends:
                     finish = "submitted"
                     break
-                messages.append(self._tool_message(call.id, answer))
+                messages.append(self._tool_message(call.id, result))
         facts = {**tools.facts, "turns": float(turns), "cut_replies": cut}
-        return AgentRun(turns=turns, submitted=finish == "submitted", finish=finish, facts=facts)
+        return AgentRun(turns=turns, submitted=finish == "submitted", finish=finish, facts=facts, answer=answer)
 
     def _tool_message(self, call_id: str, answer: ToolAnswer) -> Message:
         message = Message(role="tool", content=answer.text, tool_call_id=call_id)

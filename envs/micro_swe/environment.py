@@ -59,8 +59,10 @@ class MicroSwe(Environment):
         name = f"{self.name}/{self._config.split}/{self._config.seed}/{index}"
         return task_of(self.project(index), name)
 
-    def toolset(self, task: Task, sandbox: Sandbox) -> Toolset:
+    def toolset(self, task: Task, sandbox: Sandbox | None) -> Toolset:
         """run, edit and submit."""
+        if sandbox is None:
+            raise ValueError("micro-swe tasks are worked on in a sandbox")
         return MicroSweTools(sandbox, _path_of(task), timeout_s=self._config.exec_timeout_s)
 
     def grader(self, task: Task) -> Grader:

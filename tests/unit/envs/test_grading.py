@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tollway.envs.base import Task
-from tollway.envs.grading import HiddenCalls, collect, judge, same
+from tollway.envs.base import Task, Work, collect
+from tollway.envs.grading import HiddenCalls, judge, same
 from tollway.errors import SandboxError
 from tollway.messages import Message
 from tollway.sandboxes.base import ExecResult, SandboxSpec
@@ -80,7 +80,7 @@ async def _grade(
     provider: LocalProvider, source: bytes, timeout_s: float = 10.0
 ) -> tuple[float, str, dict[str, float]]:
     grader = HiddenCalls(module="calc", function="mean", cases=GRADER.cases, timeout_s=timeout_s)
-    verdict = await grader.grade(TASK, {"calc.py": source}, provider)
+    verdict = await grader.grade(TASK, Work(submission={"calc.py": source}, provider=provider))
     return verdict.reward, verdict.reason, dict(verdict.facts)
 
 
@@ -101,11 +101,11 @@ async def test_an_attack_earns_0(local: LocalProvider, name: str) -> None:
 
 
 async def test_a_submission_without_the_source_earns_0_and_other_files_are_ignored(local: LocalProvider) -> None:
-    assert (await GRADER.grade(TASK, {}, local)).reward == 0.0
+    assert (await GRADER.grade(TASK, Work(submission={}, provider=local))).reward == 0.0
     extra = {"calc.py": FIX, "sitecustomize.py": b"import os; os._exit(0)", "check.py": b"", "ast.py": b"1/0"}
-    assert (await GRADER.grade(TASK, extra, local)).reward == 1.0
+    assert (await GRADER.grade(TASK, Work(submission=extra, provider=local))).reward == 1.0
     extra["calc.py"] = TASK.files["calc.py"]
-    assert (await GRADER.grade(TASK, extra, local)).reward == 0.0
+    assert (await GRADER.grade(TASK, Work(submission=extra, provider=local))).reward == 0.0
 
 
 @pytest.mark.parametrize(
@@ -120,17 +120,17 @@ async def test_a_submission_without_the_source_earns_0_and_other_files_are_ignor
 )
 async def test_what_is_no_plain_source_file_is_not_collected(local: LocalProvider, command: str) -> None:
     sandbox = await local.create(SandboxSpec(ttl_s=30, labels={"t": "t"}, files=TASK.files))
-    assert await collect(sandbox, TASK) == {"calc.py": TASK.files["calc.py"]}
+    assert await collect(sandbox, TASK.sources) == {"calc.py": TASK.files["calc.py"]}
     assert (await sandbox.exec(command, timeout_s=20)).exit_code == 0
     async with asyncio.timeout(10):
-        assert await collect(sandbox, TASK) == {}
+        assert await collect(sandbox, TASK.sources) == {}
 
 
 async def test_broken_infrastructure_raises_and_is_no_grade() -> None:
     async with FakeProvider(SandboxConfig()) as provider:
         provider.faults.exec.append(SandboxError("unreachable"))
         with pytest.raises(SandboxError, match="unreachable"):
-            await GRADER.grade(TASK, {"calc.py": FIX}, provider)
+            await GRADER.grade(TASK, Work(submission={"calc.py": FIX}, provider=provider))
         assert provider.live == 0
         assert provider.made == 1
 

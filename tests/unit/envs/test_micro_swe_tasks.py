@@ -8,6 +8,7 @@ import shlex
 
 import pytest
 
+from tollway.envs.base import Work
 from tollway.envs.config import EnvConfig
 from tollway.envs.grading import HiddenCalls
 from tollway.envs.micro_swe.bugs import KINDS
@@ -64,7 +65,7 @@ async def test_only_the_right_rule_makes_visible_and_hidden_checks_pass(
 
     async def reward(text: str) -> float:
         submission = {path: task.files[path] for path in task.sources} | {project.path: text.encode()}
-        return (await _grader(project).grade(task, submission, local)).reward
+        return (await _grader(project).grade(task, Work(submission=submission, provider=local))).reward
 
     rewards = await asyncio.gather(reward(source), *(reward(rule.rewrite(source)) for rule in RULES.values()))
     assert rewards[0] == 0.0

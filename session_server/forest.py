@@ -97,6 +97,8 @@ class Node:
     """A later answer to the same question replaced this one, which no client saw."""
     overflowed: bool = False
     """A request that continued it did not fit the context."""
+    fresh: tuple[Ids, Ids] | None = None
+    """``own_ids`` as they were made, while nothing continues the call: the next one asks for them."""
 
     def path(self) -> list[Node]:
         """Nodes from the root to this one."""
@@ -108,6 +110,8 @@ class Node:
 
     def own_ids(self) -> tuple[Ids, Ids]:
         """([suffix], [sampled]) ids that the call added."""
+        if self.fresh is not None:
+            return self.fresh
         ids = np.array(orjson.loads(b"[" + self.chunk + b"]"), np.int32)
         return ids[: self.suffix_size], ids[self.suffix_size :]
 

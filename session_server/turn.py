@@ -398,7 +398,10 @@ class Turns:
             reply_id=asked.reply_id if asked.wish.store and choice.index == 0 else "",
             attempts=routed.attempts if len(routed.attempts) > 1 else (),
             facts=routed.facts,
+            fresh=(plan.suffix, record.sampled_ids),
         )
+        if plan.parent is not None:
+            plan.parent.fresh = None
         finish = "length" if record.finish_reason == "length" else "tool_calls" if message.tool_calls else "stop"
         return node, TurnOutcome(number=node.number, message=message, finish_reason=finish, record=record)
 

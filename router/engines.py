@@ -36,7 +36,7 @@ from tollway.router.facts import UNKNOWN, EngineFacts
 from tollway.router.losses import lost_words, nobody_listens
 from tollway.router.replies import blob_names, meta_of, parse_reply
 from tollway.router.said import said_text
-from tollway.router.streams import Assembly, event_batches, parse_object
+from tollway.router.streams import Assembly, event_batches, parse_object, whole_body
 from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Json, call_pieces
 
 __all__ = [
@@ -416,13 +416,8 @@ class EngineClient:
 
     async def _read(self, response: aiohttp.ClientResponse, most: int = _ANSWER_BYTES) -> bytes:
         """The body, or its first ``most`` bytes and a bit: whoever parses it says that it is broken."""
-        parts: list[bytes] = []
-        size = 0
         with self._reading(response):
-            while size < most and (part := await response.content.readany()):
-                parts.append(part)
-                size += len(part)
-        return b"".join(parts)
+            return await whole_body(response, most)
 
     @contextmanager
     def _reading(self, response: aiohttp.ClientResponse) -> Iterator[None]:

@@ -19,10 +19,12 @@ from tollway.router.blobs import load_reply
 from tollway.router.replies import blob_names, cached_of, ids_of, int_of, logprobs_of, meta_of
 from tollway.router.wire import GenerateCall, GenerateDelta, Json
 
-__all__ = ["Assembly", "event_batches", "parse_object"]
+__all__ = ["Assembly", "event_batches", "parse_object", "whole_body"]
 
 _DONE = b"[DONE]"
 _FEW = 8
+_WHOLE_BYTES = 8 << 20
+"""Answers of at most this length are taken in one piece; longer ones are read while they arrive."""
 _MAX_EVENT = 1 << 28
 """Longest stream event: cumulative log-probabilities of a long reply are one line."""
 
@@ -36,6 +38,23 @@ def parse_object(body: bytes, names: Sequence[str] = ()) -> Json:
     if not isinstance(value, dict):
         raise UpstreamError(f"engine answered a JSON {type(value).__name__}, want an object")
     return cast(Json, value)
+
+
+async def whole_body(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """The body, or its first ``most`` bytes and a bit."""
+    length, content = response.content_length, response.content
+    if length is not None and length <= min(most, _WHOLE_BYTES) and "content-encoding" not in response.headers:
+        # One wake-up for all of it instead of one for every piece.
+        content.set_read_chunk_size(length)
+        if content.exception() is None:
+            await content.wait_eof()
+        return content.read_nowait()
+    parts: list[bytes] = []
+    size = 0
+    while size < most and (part := await content.readany()):
+        parts.append(part)
+        size += len(part)
+    return b"".join(parts)
 
 
 async def event_batches(response: aiohttp.ClientResponse) -> AsyncIterator[list[bytes]]:

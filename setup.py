@@ -7,5 +7,8 @@ found = find_packages(".", include=[pattern for name in FOLDERS for pattern in (
 setup(
     packages=["tollway", *(f"tollway.{name}" for name in found)],
     package_dir={"tollway": "src/tollway", **{f"tollway.{name}": name for name in FOLDERS}},
-    package_data={"tollway": ["py.typed"]},
+    package_data={
+        "tollway": ["py.typed"],
+        "tollway.envs.swe": ["bundled/**/*", "shipped/**/*", "tiny/**/*"],
+    },
 )

@@ -212,6 +212,8 @@ class Desk:
     """``None`` for a task without one."""
     opening: tuple[Message, ...] = ()
     """What the toolset said when it was opened: told after ``task.messages``."""
+    provider: SandboxProvider | None = None
+    """For harnesses with a sandbox of their own, which is theirs to kill; ``None`` outside an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +226,8 @@ class Outfit:
     pids: int = 0
     network: Literal["public"] | tuple[str, ...] | None = None
     options: Mapping[str, str] = field(default_factory=dict)
+    this_machine: str | None = None
+    """Why the mounts must be this machine's own files and not copies, and what to do where they cannot be."""
 
 
 class Harness(ABC):
@@ -231,6 +235,8 @@ class Harness(ABC):
 
     needs_model: ClassVar[bool] = True
     """False for those that never call one, such as the reference solution."""
+    sandboxes: int = 1
+    """How many sandboxes an episode holds while the agent works."""
 
     @asynccontextmanager
     async def outfit(self, task: Task, session: Session) -> AsyncIterator[Outfit]:

@@ -1,19 +1,22 @@
 """Measures a policy: many tasks, one attempt each, mean reward with its interval, and what agents did.
 
-Episodes that infrastructure ended are counted apart and never averaged. Depends on ``ports`` only.
+Episodes that infrastructure ended are counted apart and never averaged. Depends on ``ports`` and ``envs.episode``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
+from tollway.envs.base import Task
+from tollway.envs.episode import Episode
 from tollway.ports import EpisodeSource, GroupRequest
 from tollway.records import Rollout, Sampling
 
-__all__ = ["Evaluation", "evaluate", "summarise", "wilson"]
+__all__ = ["Evaluation", "TaskSource", "evaluate", "evaluate_tasks", "interval_of", "summarise", "wilson"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,35 @@ async def evaluate(
     return summarise([rollout for each in running for rollout in each.result().rollouts])
 
 
+class TaskSource(Protocol):
+    """What runs episodes of given tasks: ``EpisodeRunner`` and what stands before it."""
+
+    async def run_task(self, task: Task, *, group_id: str, samples: int, sampling: Sampling) -> Sequence[Episode]:
+        """``samples`` episodes of ``task``. Raises what would end every further one, too."""
+        ...
+
+
+async def evaluate_tasks(
+    source: TaskSource, tasks: Sequence[Task], *, samples: int, sampling: Sampling, done: Callable[[Episode], None]
+) -> None:
+    """Run ``samples`` episodes of each task, all at once as the source allows; ``done`` hears of each.
+
+    An episode that fails is one episode that failed. What ends them all is raised, when the others are cancelled.
+    """
+
+    async def one(place: int, task: Task) -> None:
+        for episode in await source.run_task(task, group_id=f"eval-{place}", samples=1, sampling=sampling):
+            done(episode)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            for place, task in enumerate(tasks):
+                for _ in range(samples):
+                    group.create_task(one(place, task))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
 def summarise(rollouts: Sequence[Rollout]) -> Evaluation:
     """Means over the graded rollouts."""
     graded = [rollout for rollout in rollouts if rollout.reward is not None]
@@ -73,13 +105,13 @@ def summarise(rollouts: Sequence[Rollout]) -> Evaluation:
         episodes=len(graded),
         errors=len(rollouts) - len(graded),
         reward=mean,
-        interval=_interval(rewards),
+        interval=interval_of(rewards),
         turns=sum(rollout.turns for rollout in graded) / len(graded) if graded else 0.0,
         facts={key: sum(each) / len(each) for key, each in sorted(values.items())},
     )
 
 
-def _interval(rewards: Sequence[float]) -> tuple[float, float]:
+def interval_of(rewards: Sequence[float]) -> tuple[float, float]:
     """95 % interval of the mean of ``rewards``; (0, 1) without any."""
     if not rewards:
         return 0.0, 1.0

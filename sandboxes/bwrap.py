@@ -24,12 +24,16 @@ def base_options(
     network: bool,
     tmp_bytes: int,
     ro_binds: Sequence[Path] = (),
+    mounts: Sequence[tuple[str, str]] = (),
+    links: Sequence[tuple[str, str]] = (),
     env: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """The options that all commands of one sandbox share.
 
-    ``workspace`` is the host directory bound read-write at ``/workspace``; ``ro_binds`` are further host
-    paths, bound read-only at the same place; ``env`` comes on top of PATH, HOME, LANG and TMPDIR.
+    ``workspace`` is the host directory bound read-write at ``/workspace``; ``ro_binds`` are further host paths,
+    bound read-only at the same place; ``mounts`` are pairs of a host path and where it appears read-only;
+    ``links`` are pairs of a target and the path of a symbolic link; ``env`` comes on top of PATH, HOME, LANG and
+    TMPDIR.
 
     >>> "--disable-userns" in base_options("/w", network=False, tmp_bytes=1)
     True
@@ -56,6 +60,12 @@ def base_options(
         *("--size", str(tmp_bytes), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"),  # noqa: S108 - the sandbox's own
         *("--size", str(tmp_bytes), "--tmpfs", "/tmp"),  # noqa: S108 - the sandbox's own
         *("--bind", workspace, WORKSPACE),
+    ]
+    for source, target in sorted(mounts, key=lambda pair: pair[1]):
+        options += ["--ro-bind", source, target]
+    for target, link in links:
+        options += ["--symlink", target, link]
+    options += [
         # Last: the root is a tmpfs of bwrap's that would otherwise take files.
         *("--remount-ro", "/"),
     ]

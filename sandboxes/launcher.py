@@ -1,7 +1,7 @@
 """The owner's end of the launcher process: starts it, sends commands, matches answers, kills on cancellation.
 
 One launcher serves all sandboxes of a provider. It dies with this process (its socket closes), and takes
-every sandboxed process with it. Depends on ``launcher_process`` only by its file and frame format.
+every sandboxed process with it. Depends on ``launcher_process`` only by its folder and frame format.
 """
 
 from __future__ import annotations
@@ -14,17 +14,24 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tollway.errors import BadRequest, SandboxError, SandboxGone, SandboxUnavailable
 from tollway.sandboxes.base import ExecResult
 
-__all__ = ["CommandCall", "Launcher"]
+__all__ = ["CommandCall", "Launcher", "LauncherSetup", "boot"]
 
 _HEADER = struct.Struct("<II")
-_PROGRAM = Path(__file__).with_name("launcher_process.py")
+_BOOT = """
+import importlib, sys, types
+for name, places in (("tollway", []), ("tollway.sandboxes", [{folder!r}])):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = places
+module = importlib.import_module("tollway.sandboxes.{module}")
+{then}
+"""
 _STOP_S = 15.0
 """How long the launcher may take to kill everything when its socket closes."""
 _NOT_STARTED = (b"bwrap: execvp ", b"bwrap: Can't chdir to ")
@@ -40,6 +47,14 @@ _UNUSABLE = (
 """Signs in a failure that this machine cannot run bwrap at all."""
 
 
+def boot(module: str, then: str) -> str:
+    """Program text that imports one module of this folder without the package around it, and runs ``then``.
+
+    So a process that only starts others stays small, and forks quickly.
+    """
+    return _BOOT.format(folder=str(Path(__file__).parent), module=module, then=then)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandCall:
     """One command for the launcher."""
@@ -53,6 +68,31 @@ class CommandCall:
     rlimits: Sequence[tuple[int, int]]
     uid: int | None
     """Host uid to drop to; ``None`` keeps ours."""
+    box: str | None = None
+    """The sandbox it runs in, by the name it was made with; ``None`` for plain bwrap without one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherSetup:
+    """What a launcher starts with."""
+
+    mounts: bool = False
+    """Whether it may make mount namespaces."""
+    cgroups: bool = False
+    """Whether it may make control groups."""
+    unsafe: bool = False
+    """Whether the program that stands in for bwrap isolates nothing."""
+    seccomp: int | None = None
+    """Descriptor of the system call filter."""
+    user_namespace: int | None = None
+    """That of the launcher before, which owns the namespaces in ``boxes``."""
+    boxes: Mapping[str, tuple[int, Sequence[float | None] | None]] = field(default_factory=dict)
+    """Sandboxes that an earlier launcher made: descriptor of the mount namespace (-1 for none) and limits."""
+
+    def descriptors(self) -> list[int]:
+        """Those that the launcher inherits."""
+        found = [fd for fd in (self.seccomp, self.user_namespace) if fd is not None]
+        return found + [namespace for namespace, _ in self.boxes.values() if namespace >= 0]
 
 
 class Launcher:
@@ -61,19 +101,41 @@ class Launcher:
     def __init__(self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
         self._process, self._reader, self._writer = process, reader, writer
         self._ids = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[tuple[dict[str, object], bytes]]] = {}
+        self._greeting: asyncio.Future[tuple[dict[str, object], bytes]] = asyncio.get_running_loop().create_future()
+        self._waiting: dict[int, asyncio.Future[tuple[dict[str, object], bytes]]] = {0: self._greeting}
         self._answers = asyncio.create_task(self._dispatch())
 
     @classmethod
-    async def start(cls, bwrap: Path) -> Launcher:
-        """Start the process with an empty environment and nothing of ours but its socket."""
+    async def start(cls, bwrap: Path, setup: LauncherSetup | None = None) -> Launcher:
+        """Start the process with an empty environment and nothing of ours but its socket and what ``setup`` names."""
+        setup = setup or LauncherSetup()
         ours, theirs = socket.socketpair()
+        settings = json.dumps(
+            {
+                "mounts": setup.mounts,
+                "cgroups": setup.cgroups,
+                "seccomp": setup.seccomp,
+                "unsafe": setup.unsafe,
+                "user_namespace": setup.user_namespace,
+                "boxes": setup.boxes,
+                "descriptors": setup.descriptors(),
+            }
+        )
+        arguments = [str(theirs.fileno()), str(bwrap), settings]
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - returns at once; the launcher outlives no one
-                [sys.executable, "-I", "-S", "-B", str(_PROGRAM), str(theirs.fileno()), str(bwrap)],
+                [
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-B",
+                    "-c",
+                    boot("launcher_process", "module.main(sys.argv[1:])"),
+                    *arguments,
+                ],
                 env={},
                 stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *setup.descriptors()),
                 start_new_session=True,
             )
         finally:
@@ -91,34 +153,58 @@ class Launcher:
         """Process id of the launcher."""
         return self._process.pid
 
-    async def run(self, call: CommandCall) -> ExecResult:
-        """Run one command. Cancelling kills it and returns only when nothing of it is left."""
+    async def greeting(self) -> dict[str, object]:
+        """What it found out about this machine when it started."""
+        return (await asyncio.shield(self._greeting))[0]
+
+    async def run(self, call: CommandCall, *, inside: bool = False) -> ExecResult:
+        """Run one command, ``inside`` a session or in namespaces of its own.
+
+        Cancelling kills it and returns only when nothing of it is left.
+        """
+        head: dict[str, object] = {
+            "op": "call" if inside else "exec",
+            "options": len(call.options),
+            "timeout_s": call.timeout_s,
+            "max_output": call.max_output,
+            "box": call.box,
+        }
+        if not inside:
+            head |= {"argv": list(call.argv), "rlimits": call.rlimits, "uid": call.uid}
+        number, answer = self._expect()
+        try:
+            await self._send({"id": number, **head}, call.options, call.stdin)
+            return _result(*await asyncio.shield(answer))
+        except asyncio.CancelledError:
+            if not answer.done() and self.alive:
+                with contextlib.suppress(SandboxError):  # it has just died: the cancellation is still one
+                    await self._send({"op": "kill", "id": number, "box": call.box})
+                    await asyncio.wait([answer], timeout=_STOP_S)
+            raise
+        finally:
+            self._waiting.pop(number, None)
+
+    async def ask(self, head: dict[str, object], *body: bytes) -> dict[str, object]:
+        """Any other operation; the answer's head. ``SandboxError`` when it failed."""
+        number, answer = self._expect()
+        try:
+            await self._send({"id": number, **head}, *body)
+            found = (await asyncio.shield(answer))[0]
+        finally:
+            self._waiting.pop(number, None)
+        if found.get("gone"):
+            raise SandboxGone("the sandbox is gone; create another one")
+        if error := found.get("error"):
+            raise _setup_failure(str(error))
+        return found
+
+    def _expect(self) -> tuple[int, asyncio.Future[tuple[dict[str, object], bytes]]]:
         if not self.alive:
             raise SandboxError("the sandbox launcher process is gone; the next create starts another one")
         number = next(self._ids)
         answer: asyncio.Future[tuple[dict[str, object], bytes]] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer
-        head = {
-            "op": "exec",
-            "id": number,
-            "options": len(call.options),
-            "argv": list(call.argv),
-            "timeout_s": call.timeout_s,
-            "max_output": call.max_output,
-            "rlimits": call.rlimits,
-            "uid": call.uid,
-        }
-        try:
-            await self._send(head, call.options, call.stdin)
-            return _result(*await asyncio.shield(answer))
-        except asyncio.CancelledError:
-            if not answer.done() and self.alive:
-                with contextlib.suppress(SandboxError):  # it has just died: the cancellation is still one
-                    await self._send({"op": "kill", "id": number})
-                    await asyncio.wait([answer], timeout=_STOP_S)
-            raise
-        finally:
-            self._waiting.pop(number, None)
+        return number, answer
 
     async def close(self) -> None:
         """End the launcher and everything it runs; kills it if it does not obey."""
@@ -158,6 +244,10 @@ class Launcher:
 
 
 def _result(head: dict[str, object], body: bytes) -> ExecResult:
+    if head.get("gone"):
+        raise SandboxGone("the agent in the sandbox is gone; create another one")
+    if "out" not in head:
+        raise _setup_failure(str(head.get("error")))
     cut = int(str(head["out"]))
     stdout, stderr = body[:cut], body[cut:]
     code, error = head.get("exit_code"), head.get("error")
@@ -169,14 +259,18 @@ def _result(head: dict[str, object], body: bytes) -> ExecResult:
     if code is None and not timed_out:
         if head.get("killed"):
             raise SandboxGone("the sandbox was killed while the command ran")
-        if not stderr.startswith(_NOT_STARTED):
+        if head.get("oom"):
+            code = 137  # bwrap itself was the kernel's victim
+        elif not stderr.startswith(_NOT_STARTED):
             raise _setup_failure(f"bwrap failed with status {head.get('bwrap_code')}: {_text(stderr)}")
-        code = 126 if b"Permission denied" in stderr else 127
+        else:
+            code = 126 if b"Permission denied" in stderr else 127
     return ExecResult(
         exit_code=None if timed_out else int(str(code)),
         stdout=stdout,
         stderr=stderr,
         timed_out=timed_out,
+        oom=bool(head.get("oom")),
         truncated=bool(head["truncated"]),
         duration_s=float(str(head["duration_s"])),
         cpu_s=float(str(head["cpu_s"])),

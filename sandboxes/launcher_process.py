@@ -1,17 +1,18 @@
-"""The process that starts sandboxed commands: forks, drops the uid, runs bwrap, collects, kills.
+"""The process that starts sandboxed commands: mounts, forks, drops the uid, runs bwrap, collects, kills.
 
-It is run as a program of its own (``python -I -S launcher_process.py SOCKET_FD BWRAP``) and imports only the
-standard library, so that forking costs a fraction of a millisecond however large its owner is. It is the
-subreaper of everything that it starts: a command counts as ended only when the first process of its pid
-namespace has been reaped, that is, when nothing of it is left. When the owner's end of the socket closes,
-whatever the reason, everything is killed and the process ends. It must not import tollway.
+It is run as a program of its own, by ``launcher``, and imports only the standard library and its siblings here
+(``launcher_boxes``, ``launcher_command``, ``session`` and below), so that forking costs a fraction of a millisecond
+however large its owner is. It is the subreaper of everything that it starts: a command counts as ended only when
+the first process of its pid namespace has been reaped, that is, when nothing of it is left. When the owner's end
+of the socket closes, whatever the reason, everything is killed and the process ends.
 
 There are two of it, parent and child: the child is the launcher, the parent guards it. When either of them
 dies, the other kills every sandboxed process that is left.
 
 Frames on the socket, both ways: two little-endian uint32 (length of head, length of body), the head as JSON,
-the body as bytes. ``{"op": "exec", ...}`` with the bwrap options and stdin as body is answered by one frame
-with stdout and stderr as body; ``{"op": "kill", "id": n}`` ends a command early.
+the body as bytes. Each carries an ``op`` and an ``id``, and is answered by one frame with that id: ``make`` and
+``remove`` a sandbox, ``exec`` with bwrap options and stdin as body, ``session`` and ``call`` for a long-lived
+sandbox, ``signal`` for all of its processes; ``kill`` ends an ``exec`` or a ``call`` early and has no answer.
 """
 
 from __future__ import annotations
@@ -27,73 +28,26 @@ import selectors
 import signal
 import socket
 import struct
-import sys
 import time
+from collections.abc import Sequence
+
+from tollway.sandboxes import cgroups
+from tollway.sandboxes.launcher_boxes import Box, Boxes
+from tollway.sandboxes.launcher_command import CHUNK, Command, Head, Start, memory_file, signal_one, spawn, walk
+from tollway.sandboxes.session import ARGV, Session
+
+__all__ = ["Launcher", "main"]
 
 HEADER = struct.Struct("<II")
-ARGS_FD, STATUS_FD = 3, 4
-CHUNK = 1 << 16
 KILL_GRACE_S = 10.0
 """How long a SIGKILLed command may take to disappear before it is reported as stuck."""
 PR_SET_CHILD_SUBREAPER = 36
-
-Head = dict[str, object]
-
-
-class Command:
-    """One running bwrap: its processes, pipes and what it wrote so far."""
-
-    def __init__(self, head: Head) -> None:
-        self.id = int(str(head["id"]))
-        self.max_output = int(str(head["max_output"]))
-        self.started = time.monotonic()
-        self.outer = 0
-        self.inner = 0
-        self.outer_code: int | None = None
-        self.inner_gone = False
-        self.timed_out = self.truncated = False
-        self.killed_at: float | None = None
-        self.cpu_s = 0.0
-        self.streams: dict[int, bytearray] = {}
-        self.status_fd = -1
-        self.status = b""
-
-    def read_status(self) -> None:
-        """Take what bwrap reported so far: its child's pid, and the exit code if the command really ran."""
-        try:
-            while chunk := os.read(self.status_fd, 4096):
-                self.status += chunk
-        except BlockingIOError:
-            pass
-        if not self.inner:
-            self.inner = int(str(self.reported("child-pid") or 0))
-
-    def reported(self, key: str) -> object:
-        """A value of bwrap's status documents, ``None`` when it has not been reported."""
-        for line in self.status.splitlines():
-            try:
-                document = json.loads(line)
-            except ValueError:
-                continue
-            if key in document:
-                return document[key]
-        return None
-
-    def kill(self) -> None:
-        """SIGKILL bwrap and the namespace's first process: the kernel kills the rest with it."""
-        self.killed_at = self.killed_at or time.monotonic()
-        self.read_status()
-        if self.outer_code is None:
-            # The group holds the child too until bwrap gives it a session of its own, so no moment is missed.
-            _signal_group(self.outer)
-        if self.inner and not self.inner_gone:
-            _signal(self.inner)
 
 
 class Launcher:
     """Event loop over the owner's socket, the commands' pipes and SIGCHLD."""
 
-    def __init__(self, owner: socket.socket, bwrap: str, guardian: int) -> None:
+    def __init__(self, owner: socket.socket, bwrap: str, guardian: int, settings: Head) -> None:
         self.owner, self.bwrap, self.guardian = owner, bwrap, guardian
         self.selector = selectors.DefaultSelector()
         self.commands: dict[int, Command] = {}
@@ -101,6 +55,9 @@ class Launcher:
         self.deadlines: list[tuple[float, int]] = []
         self.inbox, self.outbox = bytearray(), bytearray()
         self.null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        self.seccomp = _number(settings.get("seccomp"), -1)
+        self.loose = bool(settings.get("unsafe"))
+        self.boxes = Boxes(settings)
         owner.setblocking(False)
         self.selector.register(owner, selectors.EVENT_READ)
         self.selector.register(guardian, selectors.EVENT_READ)
@@ -108,6 +65,7 @@ class Launcher:
         self.selector.register(self.wake, selectors.EVENT_READ)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._answer(0, {"pid": os.getpid(), **self.boxes.facts})
 
     def run(self) -> None:
         """Serve until the owner or the guardian is gone, then leave nothing behind."""
@@ -127,6 +85,8 @@ class Launcher:
                 elif key.fd == self.wake:
                     _drain(self.wake)
                     self._reap()
+                elif isinstance(key.data, Session):
+                    key.data.ready(events)
                 else:
                     self._read_stream(key.fd, key.data)
             self._expire()
@@ -155,30 +115,32 @@ class Launcher:
         return True
 
     def _handle(self, head: Head, body: bytes) -> None:
-        if head["op"] == "kill":
-            command = self.commands.get(int(str(head["id"])))
-            if command is not None and command.killed_at is None:
-                self._kill(command)
-            return
-        command = Command(head)
+        number = _number(head["id"])
+        box = self.boxes.get(head.get("box"))
         try:
-            self._start(command, head, body)
+            match head["op"]:
+                case "exec" if box is not None or head.get("box") is None:
+                    self._start(head, body, box)
+                case "kill":
+                    self._kill_early(number, box)
+                case "make":
+                    self._answer(number, self.boxes.make(head))
+                case "remove":
+                    self._remove(number, str(head["box"]))
+                case "session" if box is not None:
+                    self._start_session(number, head, body, box)
+                case "call" if box is not None and box.session is not None:
+                    box.session.call(number, head, body)
+                case "signal" if box is not None:
+                    self._signal(number, head, box)
+                case _:
+                    self._answer(number, {"gone": True})
         except OSError as error:
-            self._reply(command, {"error": f"cannot start bwrap: {error}"})
+            self._answer(number, {"error": f"cannot {head['op']}: {error}", "errno": error.errno})
 
-    def _reply(self, command: Command, extra: Head) -> None:
-        out, err = (bytes(stream) for stream in [*command.streams.values(), b"", b""][:2])
-        head = {
-            "id": command.id,
-            "out": len(out),
-            "truncated": command.truncated,
-            "timed_out": command.timed_out,
-            "cpu_s": command.cpu_s,
-            "duration_s": time.monotonic() - command.started,
-            **extra,
-        }
-        encoded = json.dumps(head).encode()
-        self.outbox += HEADER.pack(len(encoded), len(out) + len(err)) + encoded + out + err
+    def _answer(self, number: int, head: Head, *body: bytes) -> None:
+        encoded = json.dumps({"id": number, **head}).encode()
+        self.outbox += HEADER.pack(len(encoded), sum(map(len, body))) + encoded + b"".join(body)
         self._send()
 
     def _send(self) -> None:
@@ -193,78 +155,83 @@ class Launcher:
         if self.selector.get_key(self.owner).events != wanted:
             self.selector.modify(self.owner, wanted)
 
+    # -- sandboxes ---------------------------------------------------------------------------------
+
+    def _remove(self, number: int, name: str) -> None:
+        box = self.boxes.forget(name)
+        if box is None:
+            self._answer(number, {})
+        elif box.session is not None and box.session.command.id in self.commands:
+            # Answered when its last process is gone.
+            box.session.end(lambda: self._clear(number, box))
+            self._kill(box.session.command)
+        else:
+            self._clear(number, box)
+
+    def _clear(self, number: int, box: Box) -> None:
+        self._answer(number, self.boxes.clear(box))
+
+    def _start_session(self, number: int, head: Head, body: bytes, box: Box) -> None:
+        ours, theirs = socket.socketpair()
+        command = Command(-number, 4096)
+        session = Session(command, ours, self.selector, self._answer, self._kill, self._remind)
+        try:
+            self._spawn(command, {**head, "argv": list(ARGV)}, body, box, theirs.detach())
+        except OSError:
+            ours.close()
+            raise
+        box.session = command.session = session
+        session.opened(number)
+
+    def _signal(self, number: int, head: Head, box: Box) -> None:
+        """Stop or continue every process of a sandbox; what is forked meanwhile is found in the next round."""
+        signals = signal.Signals(_number(head["signal"]))
+        done: set[int] = set()
+        roots = [each.inner or each.outer for each in self.commands.values() if each.box is box]
+        while fresh := set(walk(roots)) - done:
+            for pid in fresh:
+                signal_one(pid, signals)
+            done |= fresh
+        self._answer(number, {"processes": len(done)})
+
     # -- commands ----------------------------------------------------------------------------------
 
-    def _start(self, command: Command, head: Head, body: bytes) -> None:
-        split = int(str(head["options"]))
-        options = b"--json-status-fd\0%d\0" % STATUS_FD + body[:split]
-        ours: list[int] = []
-        theirs: list[int] = []
+    def _start(self, head: Head, body: bytes, box: Box | None) -> None:
+        command = Command(_number(head["id"]), _number(head["max_output"]))
+        split = _number(head["options"])
+        stdin = memory_file(body[split:]) if split < len(body) else os.dup(self.null)
         try:
-            args_fd = _memory_file(options)
-            theirs.append(args_fd)
-            stdin_fd = self.null
-            if split < len(body):
-                stdin_fd = _memory_file(body[split:])
-                theirs.append(stdin_fd)
-            for _ in ("stdout", "stderr", "status"):
-                reader, writer = os.pipe2(os.O_CLOEXEC)
-                ours.append(reader)
-                theirs.append(writer)
-            out_w, err_w, status_w = theirs[-3:]
-            command.outer = os.fork()
-            if command.outer == 0:
-                self._become_bwrap(head, (stdin_fd, out_w, err_w, args_fd, status_w))
-        except OSError:
-            for fd in ours:
-                os.close(fd)
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        out_r, err_r, status_r = ours
-        for fd in ours:
-            os.set_blocking(fd, False)
-        command.status_fd = status_r
-        for fd in (out_r, err_r):
-            command.streams[fd] = bytearray()
-            self.selector.register(fd, selectors.EVENT_READ, command)
-        self.commands[command.id] = self.by_pid[command.outer] = command
+            self._spawn(command, head, body[:split], box, stdin)
+        except OSError as error:
+            self._report(command, {"error": f"cannot start bwrap: {error}"})
+            return
         heapq.heappush(self.deadlines, (command.started + float(str(head["timeout_s"])), command.id))
 
-    def _become_bwrap(self, head: Head, fds: tuple[int, ...]) -> None:
-        """In the forked child: own session, limits, unprivileged uid, empty environment, bwrap."""
+    def _spawn(self, command: Command, head: Head, options: bytes, box: Box | None, stdin: int) -> None:
+        space = box.space if box is not None else None
+        start = Start(self.bwrap, options, head, stdin, space=space, seccomp=self.seccomp)
         try:
-            os.setsid()
-            for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-                signal.signal(number, signal.SIG_DFL)  # what Python ignores, exec would pass on
-            # Above the target numbers first, so that no dup2 overwrites a source that is still needed.
-            sources = [fd if fd > STATUS_FD else os.dup(fd) for fd in fds]
-            while min(sources) <= STATUS_FD:
-                sources = [fd if fd > STATUS_FD else os.dup(fd) for fd in sources]
-            for target, source in enumerate(sources):
-                os.dup2(source, target)
-            rlimits = head["rlimits"]
-            if not isinstance(rlimits, list):
-                raise TypeError("rlimits must be a list")
-            for kind, value in rlimits:
-                _, hard = resource.getrlimit(kind)
-                limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                resource.setrlimit(kind, (limit, limit))
-            uid = head["uid"]
-            if isinstance(uid, int):
-                os.setgroups([])
-                os.setgid(uid)
-                os.setuid(uid)
-            argv = head["argv"]
-            if not isinstance(argv, list):
-                raise TypeError("argv must be a list")
-            os.execve(self.bwrap, ["bwrap", "--args", str(ARGS_FD), "--", *argv], {})  # noqa: S606 - argv, no shell
-        except BaseException as error:  # a forked child must never return into the loop
-            try:
-                os.write(fds[4], json.dumps({"launch-error": str(error)}).encode())
-            finally:
-                os._exit(127)
+            command.group = self.boxes.group(box)
+        except OSError:
+            os.close(stdin)
+            raise
+        command.box, command.loose = box, self.loose
+        spawn(command, start)
+        for fd in command.streams:
+            self.selector.register(fd, selectors.EVENT_READ, command)
+        self.commands[command.id] = self.by_pid[command.outer] = command
+
+    def _report(self, command: Command, extra: Head) -> None:
+        out, err = (bytes(stream) for stream in [*command.streams.values(), b"", b""][:2])
+        head = {
+            "out": len(out),
+            "truncated": command.truncated,
+            "timed_out": command.timed_out,
+            "cpu_s": command.cpu_s,
+            "duration_s": time.monotonic() - command.started,
+            **extra,
+        }
+        self._answer(command.id, head, out, err)
 
     def _read_stream(self, fd: int, command: Command) -> None:
         if command.id not in self.commands:
@@ -276,7 +243,7 @@ class Launcher:
         if not chunk:
             self.selector.unregister(fd)
             return
-        _keep(command, fd, chunk)
+        command.keep(fd, chunk)
 
     def _reap(self) -> None:
         while True:
@@ -310,39 +277,43 @@ class Launcher:
             command.inner_gone = True
             return
         self.by_pid[command.inner] = command
-        _signal(command.inner)
+        signal_one(command.inner)
 
     def _finish(self, command: Command, error: str | None = None) -> None:
         command.read_status()
         for fd in command.streams:
-            # A writer outside the namespace can hold the pipe open for ever: take what is there, do not wait.
-            try:
-                while chunk := os.read(fd, CHUNK):
-                    _keep(command, fd, chunk)
-                    if command.truncated:
-                        break
-            except BlockingIOError:
-                pass
             if fd in self.selector.get_map():
                 self.selector.unregister(fd)
-            os.close(fd)
-        os.close(command.status_fd)
+        command.drain()
         del self.commands[command.id]
-        exit_code = command.reported("exit-code")
+        if command.session is not None:
+            command.session.finished(error or bytes(list(command.streams.values())[1]).decode("utf-8", "replace"))
+            return
         launch_error = command.reported("launch-error")
-        self._reply(
+        self._report(
             command,
             {
-                "exit_code": exit_code,
+                "exit_code": command.reported("exit-code"),
                 "killed": command.killed_at is not None,
+                "oom": command.group is not None and command.group.ran_out(),
                 "bwrap_code": command.outer_code,
                 "error": error or (launch_error and f"cannot start bwrap: {launch_error}"),
             },
         )
 
+    def _kill_early(self, number: int, box: Box | None) -> None:
+        command = self.commands.get(number)
+        if command is not None and command.killed_at is None:
+            self._kill(command)
+        elif box is not None and box.session is not None:
+            box.session.cancel(number)
+
     def _kill(self, command: Command) -> None:
         command.kill()
         heapq.heappush(self.deadlines, (time.monotonic() + KILL_GRACE_S, command.id))
+
+    def _remind(self, at: float, number: int) -> None:
+        heapq.heappush(self.deadlines, (at, number))
 
     def _next_wait(self) -> float | None:
         while self.deadlines and self.deadlines[0][1] not in self.commands:
@@ -356,6 +327,8 @@ class Launcher:
             if command is None:
                 continue
             if command.killed_at is None:
+                if command.session is not None and not command.session.overdue(now):
+                    continue
                 command.timed_out = True
                 self._kill(command)
             elif command.killed_at + KILL_GRACE_S <= now:
@@ -370,23 +343,11 @@ class Launcher:
                 command.kill()
             self._reap()
             time.sleep(0.002)
+        self.boxes.close()
 
 
-def _keep(command: Command, fd: int, chunk: bytes) -> None:
-    stream = command.streams[fd]
-    room = command.max_output - len(stream)
-    if len(chunk) > room:
-        command.truncated = True
-    stream += chunk[:room]
-
-
-def _memory_file(data: bytes) -> int:
-    fd = os.memfd_create("tollway", os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+def _number(value: object, default: int = 0) -> int:
+    return value if isinstance(value, int) else default
 
 
 def _drain(fd: int) -> None:
@@ -397,24 +358,16 @@ def _drain(fd: int) -> None:
         pass
 
 
-def _signal(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _signal_group(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        _signal(pid)  # it has not reached setsid yet
-
-
-def main() -> None:
-    """Entry point: ``launcher_process.py SOCKET_FD BWRAP``."""
-    owner = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(owner.fileno(), False)
+def main(arguments: Sequence[str]) -> None:
+    """Entry point. Arguments: descriptor of the owner's socket, the bwrap program, settings as JSON."""
+    owner = socket.socket(fileno=int(arguments[0]))
+    settings = json.loads(arguments[2])
+    kept = [owner.fileno(), *settings["descriptors"]]
+    for fd in kept:
+        os.set_inheritable(fd, False)
     os.umask(0o022)
     os.chdir("/")
+    _allow_many_descriptors()
     gc.collect()
     gc.freeze()
     ours, guardians = os.pipe2(os.O_CLOEXEC)  # nothing is ever written: it ends with the guardian
@@ -423,11 +376,20 @@ def main() -> None:
     if launcher == 0:
         os.close(guardians)
         _become_subreaper()  # fork does not pass it on
-        Launcher(owner, sys.argv[2], ours).run()
+        Launcher(owner, arguments[1], ours, settings).run()
         return
     owner.close()
     os.close(ours)
+    for fd in settings["descriptors"]:
+        os.close(fd)
     _guard(launcher)
+
+
+def _allow_many_descriptors() -> None:
+    """Each sandbox holds some, and each command three more; commands have limits of their own."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _become_subreaper() -> None:
@@ -443,9 +405,10 @@ def _guard(launcher: int) -> None:
     with contextlib.suppress(ChildProcessError):
         while True:
             for pid in _children():
-                _signal(pid)
+                signal_one(pid)
             # The death of one may bring the next: its children become ours before it can be reaped.
             os.waitpid(-1, 0)
+    cgroups.remove_place(cgroups.find(), f"tollway-{os.getuid()}-{launcher}")
 
 
 def _children() -> list[int]:
@@ -459,7 +422,3 @@ def _children() -> list[int]:
         if int(parent) == os.getpid():
             found.append(int(name))
     return found
-
-
-if __name__ == "__main__":
-    main()

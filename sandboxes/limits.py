@@ -11,25 +11,43 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tollway.errors import SandboxUnavailable
+from tollway.sandboxes.spec import SandboxSpec
 
-__all__ = ["UidPool", "own_uid_map", "rlimits", "tasks_of_user", "usable_uids"]
+__all__ = ["UidPool", "group_limits", "own_uid_map", "rlimits", "tasks_of_user", "usable_uids"]
 
 MB = 1 << 20
 
 
-def rlimits(*, mem_mb: int, pids: int, file_mb: int, open_files: int, cpu_s: float) -> list[tuple[int, int]]:
+def rlimits(
+    *, mem_mb: int, pids: int, file_mb: int, open_files: int, cpu_s: float | None, grouped: bool = False
+) -> list[tuple[int, int]]:
     """``(resource, value)`` pairs of one command; ``cpu_s`` is a backstop per process.
 
+    ``grouped`` says that a control group bounds the memory of all processes together; then what one may map
+    privately is bounded, and not its address space, of which runtimes like V8 reserve more than they use.
     NPROC counts the processes of the real uid, which is why each sandbox has a uid of its own as root.
     """
+    cpu = [] if cpu_s is None else [(resource.RLIMIT_CPU, max(1, int(cpu_s) + 1))]
     return [
-        (resource.RLIMIT_AS, mem_mb * MB),
+        (resource.RLIMIT_DATA if grouped else resource.RLIMIT_AS, mem_mb * MB),
         (resource.RLIMIT_NPROC, pids),
         (resource.RLIMIT_FSIZE, file_mb * MB),
         (resource.RLIMIT_NOFILE, open_files),
-        (resource.RLIMIT_CPU, max(1, int(cpu_s) + 1)),
+        *cpu,
         (resource.RLIMIT_CORE, 0),
     ]
+
+
+def group_limits(spec: SandboxSpec, tmp_mb: int, *, own_uid: bool) -> list[float | None]:
+    """Memory in bytes, processes and cores of one sandbox's control groups.
+
+    Files in memory count as memory of whoever wrote them, so what the workspace, /tmp and /dev/shm may hold
+    comes on top of what processes may take; each process is held to ``mem_mb`` by its own limit. Where each
+    sandbox has a uid of its own, the limit of that uid's processes is exact, and another group would only cost time.
+    """
+    # bwrap itself is two processes.
+    pids = None if own_uid else spec.pids + 2
+    return [(spec.mem_mb + spec.disk_mb + 2 * tmp_mb) * MB, pids, spec.cpu]
 
 
 def own_uid_map() -> str:

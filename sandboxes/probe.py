@@ -1,25 +1,30 @@
 """Can this machine run local sandboxes, and if not, what should be done about it?
 
-Finds the bwrap program and runs one real sandbox with the provider's own options. Used by the provider when
-something fails and by ``tollway doctor``. Depends on ``bwrap``, ``limits`` and the configuration.
+Finds the bwrap program, runs one real sandbox with the provider's own options, and tries what bounds it: mounts,
+control groups, the system call filter. Used by the provider when something fails and by ``tollway doctor``.
+Depends on ``bwrap``, ``limits``, ``mounts``, ``cgroups``, ``seccomp`` and the configuration.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from tollway.errors import SandboxUnavailable, TollwayError
 from tollway.sandboxes.bwrap import base_options, command_options, encode
+from tollway.sandboxes.cgroups import find
 from tollway.sandboxes.config import LocalConfig
+from tollway.sandboxes.launcher import boot
 from tollway.sandboxes.limits import own_uid_map, usable_uids
 from tollway.sandboxes.program import INSTALL, find_bwrap, staged
-from tollway.sandboxes.workspace import default_root
+from tollway.sandboxes.seccomp import filter_program
+from tollway.sandboxes.workspace import default_root, is_memory
 
-__all__ = ["Probe", "probe", "remedy"]
+__all__ = ["Bounds", "Probe", "bounds", "probe", "remedy"]
 
 _FORBIDDING = {
     "/proc/sys/user/max_user_namespaces": ("0", "sysctl user.max_user_namespaces=15000"),
@@ -31,6 +36,7 @@ _FORBIDDING = {
 }
 """Kernel settings by path: the value that forbids user namespaces, and the command that allows them."""
 _PYTHON = Path("/usr/bin/python3")
+_TRIAL = "print(module.trial(sys.argv[1], sys.argv[2], int(sys.argv[3]) if sys.argv[3] else None))"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +49,20 @@ class Probe:
     bwrap: Path | None = None
     python: Path | None = None
     """The Python that sandboxed programs see; ``None`` when /usr has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What holds a local sandbox's use of this machine."""
+
+    mounts: bool
+    """Whether the kernel bounds workspaces and shows trees without copying them."""
+    mounts_detail: str
+    groups: bool
+    """Whether control groups bound memory over all processes of a sandbox."""
+    groups_detail: str
+    filtered: bool
+    """Whether there is a system call filter for this architecture."""
 
 
 def remedy(message: str) -> str:
@@ -63,7 +83,8 @@ def remedy(message: str) -> str:
         return f"{message}; this bwrap is too old, {INSTALL}"
     return (
         f"{message}; if this is a container, its runtime forbids user namespaces: start it with "
-        "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, or use another sandbox.provider"
+        "`--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, or use another sandbox.provider; "
+        "sandbox.local.unsafe=true runs trusted code without isolation"
     )
 
 
@@ -84,6 +105,53 @@ def probe(config: LocalConfig | None = None) -> Probe:
             bwrap=bwrap,
         )
     return Probe(available=True, reason="bubblewrap and user namespaces work", bwrap=bwrap, python=python)
+
+
+def bounds(config: LocalConfig | None = None) -> Bounds:
+    """Try what limits sandboxes beyond namespaces. Never raises."""
+    config = config or LocalConfig()
+    places = find()
+    controllers = sorted(name for place in places for name in place.controllers)
+    versions = " and ".join(f"version {number}" for number in sorted({place.version for place in places}))
+    groups_detail = (
+        f"control groups, {versions}: {', '.join(controllers)}"
+        if controllers
+        else "no writable control groups: mem_mb bounds each process, not their sum; run as root or delegate a group"
+    )
+    found = _try_mounts(config)
+    return Bounds(
+        mounts=found == "overlay",
+        mounts_detail={
+            "overlay": "workspaces are bounded by the kernel, trees are shown without a copy",
+            "tmpfs": "workspaces are bounded by the kernel; trees are copied, as overlays cannot be mounted here",
+        }.get(found, f"plain directories: trees are copied, disk_mb is looked at once a second ({found})"),
+        groups="memory" in controllers,
+        groups_detail=groups_detail,
+        filtered=filter_program(os.uname().machine) is not None,
+    )
+
+
+def _try_mounts(config: LocalConfig) -> str:
+    """Answer of ``mounts.trial``, which leaves its process in another namespace and so gets one of its own."""
+    if config.root is not None and not (config.root.is_dir() and is_memory(config.root)):
+        return f"sandbox.local.root={config.root} is no memory file system"
+    uid = usable_uids(own_uid_map(), config.uid_base, config.uid_count)[0] if os.getuid() == 0 else None
+    try:
+        with tempfile.TemporaryDirectory(prefix="tollway-probe-", dir=config.root or default_root()) as place:
+            for name in ("space", "tree"):
+                os.mkdir(os.path.join(place, name))
+            words = [os.path.join(place, "space"), os.path.join(place, "tree"), str(uid or "")]
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-B", "-c", boot("mounts", _TRIAL), *words],
+                env={},
+                capture_output=True,
+                text=True,
+                timeout=20,
+                check=False,
+            )
+    except (OSError, TollwayError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return done.stdout.strip() or done.stderr.strip()[-200:]
 
 
 def _run_true(config: LocalConfig, bwrap: Path, place: str) -> None:

@@ -17,7 +17,15 @@ _PROVIDERS = Plugins(
     key="sandbox.provider",
     port=SandboxProvider,  # type: ignore[type-abstract]  # compared with, never called
     group=GROUP,
-    shipped={"fake": "tollway.sandboxes.fake:FakeProvider", "local": "tollway.sandboxes.local:LocalProvider"},
+    shipped={
+        "agentenv": "tollway.sandboxes.e2b:AgentEnvProvider",
+        "daytona": "tollway.sandboxes.daytona:DaytonaProvider",
+        "docker": "tollway.sandboxes.docker:DockerProvider",
+        "e2b": "tollway.sandboxes.e2b:E2BProvider",
+        "fake": "tollway.sandboxes.fake:FakeProvider",
+        "local": "tollway.sandboxes.local:LocalProvider",
+        "modal": "tollway.sandboxes.modal:ModalProvider",
+    },
 )
 
 

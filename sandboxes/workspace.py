@@ -25,7 +25,7 @@ from pathlib import Path, PurePosixPath
 from tollway.errors import BadRequest, ConfigError, SandboxError
 from tollway.sandboxes.program import can_be_entered, forbids_execution
 
-__all__ = ["OwnerDirectory", "default_root", "parts_of", "read_file", "remove_tree", "write_file"]
+__all__ = ["OwnerDirectory", "default_root", "is_memory", "parts_of", "read_file", "remove_tree", "write_file"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,17 @@ def default_root() -> Path:
     if shm.is_dir() and os.access(shm, os.W_OK | os.X_OK) and not forbids_execution(shm):
         return shm
     return Path(tempfile.gettempdir())
+
+
+def is_memory(path: Path) -> bool:
+    """Whether a directory lies on a file system in memory."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text(encoding="utf-8").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2] == wanted:
+            return after.split()[0] in ("tmpfs", "ramfs")
+    return False
 
 
 class OwnerDirectory:
@@ -131,7 +142,7 @@ def parts_of(path: str) -> tuple[str, ...]:
     return pure.parts
 
 
-def read_file(workspace: str, path: str, max_bytes: int) -> bytes:
+def read_file(workspace: str | int, path: str, max_bytes: int) -> bytes:
     """Bytes of a regular file; every component is opened without following links, and no open can block."""
     with _refusals(path), _parent(workspace, parts_of(path), make_for=None) as (parent, name):
         fd = os.open(name, os.O_RDONLY | _FILE, dir_fd=parent)
@@ -147,7 +158,7 @@ def read_file(workspace: str, path: str, max_bytes: int) -> bytes:
             return data
 
 
-def write_file(workspace: str, path: str, data: bytes, *, mode: int, uid: int | None) -> None:
+def write_file(workspace: str | int, path: str, data: bytes, *, mode: int, uid: int | None) -> None:
     """Create or replace a regular file that belongs to ``uid``; links and special files are refused."""
     with _refusals(path), _parent(workspace, parts_of(path), make_for=(uid,)) as (parent, name):
         # Without O_TRUNC: nothing is changed before we know that it is a regular file.
@@ -185,9 +196,11 @@ def _refusals(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _parent(workspace: str, parts: tuple[str, ...], *, make_for: tuple[int | None] | None) -> Iterator[tuple[int, str]]:
+def _parent(
+    workspace: str | int, parts: tuple[str, ...], *, make_for: tuple[int | None] | None
+) -> Iterator[tuple[int, str]]:
     """Descriptor of the directory above the file, and the file's name; ``make_for`` makes what is missing."""
-    at = os.open(workspace, _DIR)
+    at = os.open(".", _DIR, dir_fd=workspace) if isinstance(workspace, int) else os.open(workspace, _DIR)
     try:
         for part in parts[:-1]:
             try:

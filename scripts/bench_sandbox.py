@@ -2,9 +2,10 @@
 """Cost of a local sandbox against bare bwrap with the identical option list, in one run.
 
 Both sides run the same command in a workspace of the same kind; the bare side forks from a small process, drops
-the uid and executes bwrap, nothing else. CPU is that of all processes involved, waited for. Reported too: one
-micro-SWE episode's worth of commands (two checks, one edit, one grading sandbox), live idle sandboxes, and
-processes left after SIGKILL of an owner. The last line is JSON.
+the uid and executes bwrap with the same options and the same system call filter, nothing else. CPU is that of all
+processes involved, waited for. Reported too: session mode (time until ready, ``exec_ms_p50`` of a command), one
+micro-SWE episode's worth of commands (two checks, one edit, one grading sandbox), memory of live idle sandboxes
+without and with an agent, and processes left after SIGKILL of an owner. The last line is JSON.
 
     scripts/bench_sandbox.py [--rounds N] [--live N]
 """
@@ -28,11 +29,13 @@ from tollway.envs.config import EnvConfig
 from tollway.envs.grading import PYTHON
 from tollway.envs.micro_swe.environment import CHECK_COMMAND, MicroSwe
 from tollway.envs.micro_swe.rules import RULES, edit_command
-from tollway.sandboxes.base import SandboxSpec
+from tollway.sandboxes.base import Sandbox, SandboxSpec
 from tollway.sandboxes.bwrap import base_options, command_options, encode
 from tollway.sandboxes.config import LocalConfig, SandboxConfig
+from tollway.sandboxes.launcher_command import walk
 from tollway.sandboxes.local import LocalProvider, LocalSandbox
 from tollway.sandboxes.program import find_bwrap
+from tollway.sandboxes.seccomp import filter_program
 
 EXEC = [*PYTHON, "-c", "pass"]
 FILES = {"calc.py": b"x = 1\n", "check.py": b"print('ok')\n"}
@@ -40,7 +43,7 @@ FILES = {"calc.py": b"x = 1\n", "check.py": b"print('ok')\n"}
 BARE = """
 import os, resource, sys, time
 bwrap, uid, rounds, workspace, options = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-command = sys.argv[6:]
+seccomp, command = bytes.fromhex(sys.argv[6]), sys.argv[7:]
 data = bytes.fromhex(options)
 libc = __import__("ctypes").CDLL(None)
 libc.prctl(36, 1, 0, 0, 0)  # subreaper: what bwrap leaves is waited for and counted
@@ -49,6 +52,12 @@ for _ in range(rounds):
     started = time.perf_counter()
     fd = os.memfd_create("a", 0)
     os.write(fd, data)
+    filters = []
+    if seccomp:
+        filters.append(os.memfd_create("s", 0))
+        os.write(filters[0], seccomp)
+        os.lseek(filters[0], 0, 0)
+        os.write(fd, b"--seccomp\\0%d\\0" % filters[0])
     os.lseek(fd, 0, 0)
     pid = os.fork()
     if pid == 0:
@@ -56,7 +65,8 @@ for _ in range(rounds):
         if uid:
             os.setgroups([]); os.setgid(uid); os.setuid(uid)
         os.execve(bwrap, ["bwrap", "--args", str(fd), "--", *command], {})
-    os.close(fd)
+    for each in (fd, *filters):
+        os.close(each)
     while True:
         try:
             os.wait()
@@ -100,6 +110,7 @@ def bare(bwrap: Path, sandbox: LocalSandbox, rounds: int, command: list[str]) ->
             str(rounds),
             str(sandbox.host_path),
             options.hex(),
+            (filter_program(os.uname().machine) or b"").hex(),
             *command,
         ],
         capture_output=True,
@@ -182,16 +193,52 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         report["cpu_ms"] = round(statistics.median(cpu_all), 2)
         report["bare_cpu_ms"] = round(statistics.median(bare_cpu_all), 2)
 
-        wall = []
-        for _ in range(args.rounds):
-            started = time.perf_counter()
-            await sandbox.exec(["/usr/bin/true"], timeout_s=30)
-            wall.append(1000 * (time.perf_counter() - started))
-        report["exec_ms_p50"] = round(statistics.median(wall), 2)
+        report["exec_fresh_ms_p50"] = await exec_ms(sandbox, args.rounds)
+        report |= await session(provider, args.rounds)
         report["episode_cpu_ms"] = round(await episode(provider, args.rounds), 2)
         report |= await idle(provider, args.live)
+        report |= await idle_sessions(provider, args.live)
     report["survivors"] = survivors()
     return report
+
+
+async def exec_ms(sandbox: Sandbox, rounds: int) -> float:
+    """Median wall milliseconds of a command that does nothing."""
+    wall = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        await sandbox.exec(["/usr/bin/true"], timeout_s=30)
+        wall.append(1000 * (time.perf_counter() - started))
+    return round(statistics.median(wall), 2)
+
+
+async def session(provider: LocalProvider, rounds: int) -> dict[str, object]:
+    """Session mode: milliseconds until a sandbox is ready, and of a command in it."""
+    spec = SandboxSpec(ttl_s=600, labels={"bench": "session"}, options={"mode": "session"})
+    ready = []
+    for _ in range(max(5, rounds // 4)):
+        started = time.perf_counter()
+        sandbox = await provider.create(spec)
+        ready.append(1000 * (time.perf_counter() - started))
+        await sandbox.kill()
+    sandbox = await provider.create(spec)
+    await exec_ms(sandbox, 5)
+    found = {"session_ready_ms_p50": round(statistics.median(ready), 2), "exec_ms_p50": await exec_ms(sandbox, rounds)}
+    await sandbox.kill()
+    return dict(found)
+
+
+async def idle_sessions(provider: LocalProvider, count: int) -> dict[str, object]:
+    """``count`` sandboxes in session mode that wait for commands: memory of all that each needs."""
+    spec = SandboxSpec(ttl_s=600, labels={"bench": "idle"}, options={"mode": "session"})
+    boxes = [await provider.create(spec) for _ in range(count)]
+    answers = [await box.exec(["/usr/bin/true"], timeout_s=30) for box in boxes]
+    assert provider.launcher_pid is not None
+    launcher = [provider.launcher_pid, *children(provider.launcher_pid)]
+    pss = sum(memory_kib(pid) for pid in walk(launcher[:1]) if pid not in launcher)
+    await asyncio.gather(*(box.kill() for box in boxes))
+    alive = sum(answer.exit_code == 0 for answer in answers)
+    return {"live_sessions": alive, "mib_each_session": round(pss / 1024 / max(1, count), 2)}
 
 
 async def episode(provider: LocalProvider, rounds: int) -> float:
@@ -275,7 +322,7 @@ def survivors() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=80)
-    parser.add_argument("--live", type=int, default=100)
+    parser.add_argument("--live", type=int, default=300)
     args = parser.parse_args()
     report = asyncio.run(measure(args))
     print(json.dumps(report))

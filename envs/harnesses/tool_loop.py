@@ -1,14 +1,15 @@
 """The in-process harness: model call, tool calls, tool results, until the agent submits or stops.
 
 It keeps the conversation append-only and hands every tool result back in call order. It opens nothing and
-knows no particular tool. Depends on ``envs.base`` and the kernel.
+knows no particular tool. Depends on ``envs.base``, the section and the kernel.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tollway.envs.base import AgentRun, Desk, Harness, Task, ToolAnswer
+from tollway.envs.base import AgentRun, Desk, Environment, Harness, Task, ToolAnswer
+from tollway.envs.config import EnvConfig
 from tollway.errors import BadRequest, ContextLengthExceeded
 from tollway.messages import Message
 
@@ -18,9 +19,9 @@ __all__ = ["ToolLoop"]
 class ToolLoop(Harness):
     """At most ``max_turns`` model calls; a reply without tool calls ends the run unsubmitted."""
 
-    def __init__(self, *, max_turns: int, blank_tools: bool = False) -> None:
-        self.max_turns = max_turns
-        self.blank_tools = blank_tools
+    def __init__(self, config: EnvConfig, environment: Environment) -> None:
+        self.max_turns = config.max_turns
+        self.blank_tools = config.blank_tools
         """Show the model spaces instead of tool output: what it then still solves, it does not read."""
 
     async def run(self, task: Task, desk: Desk) -> AgentRun:

@@ -14,6 +14,7 @@ from tollway.envs.config import EnvConfig
 from tollway.envs.grading import PYTHON, HiddenCalls
 from tollway.envs.micro_swe.projects import CHECK, Project, project_at
 from tollway.envs.micro_swe.rules import BAD_CALL, NO_EDITS_LEFT, RULES, edit_command, edit_text
+from tollway.errors import NotFound, SandboxError
 from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.sandboxes.base import ExecResult, Sandbox
 
@@ -56,8 +57,11 @@ class MicroSwe(Environment):
 
     def task(self, index: int) -> Task:
         """Task ``index`` of the seeded order."""
-        name = f"{self.name}/{self._config.split}/{self._config.seed}/{index}"
-        return task_of(self.project(index), name)
+        return self.find(f"{self.name}/{self._config.split}/{self._config.seed}/{index}")
+
+    def find(self, task_id: str) -> Task:
+        """The task of that id, of any seed and split."""
+        return task_of(_project_of(task_id), task_id)
 
     def toolset(self, task: Task, sandbox: Sandbox | None) -> Toolset:
         """run, edit and submit."""
@@ -67,13 +71,21 @@ class MicroSwe(Environment):
 
     def grader(self, task: Task) -> Grader:
         """The hidden calls of the task's project."""
-        project = self.project(int(task.task_id.rpartition("/")[2]))
+        project = _project_of(task.task_id)
         return HiddenCalls(
             module=project.module,
             function=project.function,
             cases=project.hidden,
             timeout_s=self._config.exec_timeout_s,
         )
+
+    async def solve(self, task: Task, sandbox: Sandbox) -> None:
+        """Apply the rule that repairs the project."""
+        project = _project_of(task.task_id)
+        command = edit_command(RULES[project.rule], project.path)
+        done = await sandbox.exec(command, timeout_s=self._config.exec_timeout_s)
+        if done.timed_out:
+            raise SandboxError(f"the reference edit of {task.task_id} did not end; is the sandbox's sed usable?")
 
 
 class MicroSweTools(Toolset):
@@ -148,6 +160,18 @@ def check_text(done: ExecResult) -> str:
     lines = done.stdout.decode("utf-8", "replace").split("\n")
     text = next((line for line in reversed(lines) if line.strip()), f"exit {done.exit_code}")
     return text[:MAX_TEXT]
+
+
+def _project_of(task_id: str) -> Project:
+    """The project behind an id, ``micro-swe/SPLIT/SEED/INDEX``. Raises ``NotFound``."""
+    name, split, *numbers = task_id.split("/") if task_id.count("/") == 3 else ("", "", "", "")
+    if name != MicroSwe.name or split not in ("train", "heldout") or not all(map(_is_number, numbers)):
+        raise NotFound(f"no task {task_id!r}; ids are {MicroSwe.name}/train/SEED/INDEX or {MicroSwe.name}/heldout/...")
+    return project_at(int(numbers[0]), "train" if split == "train" else "heldout", int(numbers[1]))
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 def _path_of(task: Task) -> str:

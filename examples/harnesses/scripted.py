@@ -90,6 +90,7 @@ PLAYS: dict[str, tuple[Call, ...]] = {
         ("write", {"filePath": "{folder}/gate.txt", "content": LINE + "\n"}),
         ("bash", {"command": PAY, "description": "Pay"}),
     ),
+    "openhands": (("terminal", {"command": SAY}), ("terminal", {"command": PAY}), ("finish", {"message": "Done."})),
 }
 """Harness -> the tool calls that it is given, in its own tools' names and arguments."""
 
@@ -134,13 +135,14 @@ class ScriptedModel:
 
     The prompt decides, as for a model: a conversation that offers the turns' tools is the main one, and what it
     holds of earlier turns says which one comes next. ``fenced``: commands stand in the text, there are no tools.
+    ``task``: words of the task, by which the main conversation is known.
     """
 
-    def __init__(self, family: Family, turns: Sequence[Turn], *, fenced: bool = False) -> None:
+    def __init__(self, family: Family, turns: Sequence[Turn], *, fenced: bool = False, task: str = TASK) -> None:
         self._tokenizer = qwen3_tokenizer()
         self._stop = family.stop_ids[0]
         self._turns = turns
-        self._fenced = fenced
+        self._fenced, self._task = fenced, task
         self.main: list[FakeRequest] = []
         """Requests of the main conversation, in order."""
         self.side: list[FakeRequest] = []
@@ -160,7 +162,7 @@ class ScriptedModel:
 
     def _is_main(self, prompt: str) -> bool:
         offered = self._fenced or f'"function": {{"name": "{self._turns[0].tool}"' in prompt
-        return offered and TASK in prompt and _SUMMARIZE not in prompt.rpartition("<|im_start|>user")[2]
+        return offered and self._task in prompt and _SUMMARIZE not in prompt.rpartition("<|im_start|>user")[2]
 
     def _reply(self, request: FakeRequest, ids: list[int]) -> FakeReply:
         ids = [*ids, self._stop]

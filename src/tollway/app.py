@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -20,8 +21,11 @@ from typing import TypeVar
 
 import aiohttp
 
+from tollway.envs.base import Environment, Sessions
 from tollway.envs.config import EnvConfig
-from tollway.envs.harnesses.tool_loop import ToolLoop
+from tollway.envs.episode import Listener
+from tollway.envs.harnesses.registry import open_harness
+from tollway.envs.leases import Leases
 from tollway.envs.registry import open_environment
 from tollway.envs.runner import EpisodeRunner
 from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable
@@ -44,20 +48,28 @@ from tollway.trainer.sft import optimizer_settings
 from tollway.trainer.weights.refit import Refit
 
 __all__ = [
+    "JOIN_S",
+    "Episodes",
     "Fleet",
     "base_model",
     "check_names",
+    "check_sandbox",
     "open_backend",
     "open_engines",
+    "open_episodes",
     "open_fleet",
+    "open_http",
     "open_server",
     "preflight",
     "run_to_end",
     "serve_with_engines",
 ]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_JOIN_S = 60.0
+_WEDGED_S = 2.0
+"""How long tasks may take to end when the work is done."""
+JOIN_S = 60.0
 """How long an engine that was started may take to join the session server."""
 _SERVER_END_S = 10.0
 """Beyond its running turns, before a session server that was asked to end is made to."""
@@ -75,16 +87,11 @@ class Fleet:
     """The engines as the session server knows them."""
     keeper: FleetKeeper
 
-    def episodes(self, config: EnvConfig) -> PatientEpisodes:
+    @asynccontextmanager
+    async def episodes(self, config: EnvConfig, listen: Listener | None = None) -> AsyncIterator[PatientEpisodes]:
         """A source of episodes over this fleet; it waits for engines that are started again."""
-        runner = EpisodeRunner(
-            config,
-            environment=open_environment(config),
-            harness=ToolLoop(max_turns=config.max_turns, blank_tools=config.blank_tools),
-            sessions=self.sessions,
-            provider=self.provider,
-        )
-        return PatientEpisodes(runner, self.keeper)
+        async with open_episodes(config, self.sessions, self.provider, listen=listen) as found:
+            yield PatientEpisodes(found.runner, self.keeper, found.environment)
 
     def refit(self, settings: Settings) -> Refit:
         """The way of weights into the engines; the session server hears of every step before it can matter."""
@@ -109,6 +116,33 @@ class Fleet:
         await self.keeper.watch()
 
 
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """An environment that is open, and what runs its episodes."""
+
+    environment: Environment
+    runner: EpisodeRunner
+
+
+@asynccontextmanager
+async def open_episodes(
+    config: EnvConfig, sessions: Sessions, provider: SandboxProvider, *, listen: Listener | None = None
+) -> AsyncIterator[Episodes]:
+    """Open the environment and the harness that ``config`` names; close them at the end, within a bound."""
+    environment = open_environment(config)
+    harness = open_harness(config, environment)
+    runner = EpisodeRunner(
+        config, environment=environment, harness=harness, sessions=sessions, provider=provider, listen=listen
+    )
+    leases = Leases(config.release_timeout_s)
+    try:
+        await environment.open()
+        yield Episodes(environment, runner)
+    finally:
+        await runner.aclose()
+        await leases.release(environment.aclose(), f"closing environment {environment.name}")
+
+
 def run_to_end(work: Coroutine[object, object, T]) -> T:
     """Run ``work`` in an event loop of its own. SIGTERM ends it as Ctrl-C does: cancelled, cleaned up."""
 
@@ -116,7 +150,10 @@ def run_to_end(work: Coroutine[object, object, T]) -> T:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         if task is not None:
             loop.add_signal_handler(signal.SIGTERM, task.cancel)
-        return await work
+        try:
+            return await work
+        finally:
+            await _leave_no_task_to_wait_for()
 
     try:
         return asyncio.run(supervised())
@@ -124,9 +161,22 @@ def run_to_end(work: Coroutine[object, object, T]) -> T:
         raise KeyboardInterrupt from None
 
 
+async def _leave_no_task_to_wait_for() -> None:
+    """Closing a loop waits for every task: one of a user's part that ignores being cancelled would wait for ever."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    if others:
+        await asyncio.wait(others, timeout=_WEDGED_S)
+    for task in others:
+        if not task.done():
+            logger.error("task %s ignores being cancelled and is left behind", task.get_name())
+            asyncio.tasks._unregister_task(task)
+
+
 def check_names(settings: Settings) -> None:
-    """Raise ``ConfigError`` for an environment, sandbox provider or model family that does not exist."""
-    open_environment(settings.env)
+    """Raise ``ConfigError`` for an environment, harness, sandbox provider or model family that does not exist."""
+    open_harness(settings.env, open_environment(settings.env))
     open_provider(settings.sandbox)
     server = settings.server
     load_family(server.family, tokenizer=server.tokenizer, thinking=server.thinking, chat_template=server.chat_template)
@@ -139,6 +189,11 @@ def preflight(settings: Settings) -> None:
     """
     check_names(settings)
     check_program(settings.engine)
+    check_sandbox(settings)
+
+
+def check_sandbox(settings: Settings) -> None:
+    """Raise ``SandboxUnavailable`` where the local provider cannot run."""
     if settings.sandbox.provider != "local":
         return
     found = probe(settings.sandbox.local)
@@ -193,12 +248,12 @@ async def open_fleet(settings: Settings, model: Path, *, journal: Path) -> Async
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(open_engines(settings, model, count=settings.engine.count))
         more = [f"server.journal={json.dumps(str(journal))}", "server.engine_wait_s=30.0"]
-        server = await stack.enter_async_context(open_server(settings, engines, key, more))
-        http = await stack.enter_async_context(_http())
+        server = await stack.enter_async_context(open_server(settings, engines.urls, key, more, engines=engines))
+        http = await stack.enter_async_context(open_http())
         sessions = SessionClient(server.url, key, http=http)
         members = Members(sessions, http, control_s=settings.trainer.refit_timeout_s)
         stack.push_async_callback(members.aclose)
-        await members.wait_joined(engines.urls, _JOIN_S)
+        await members.wait_joined(engines.urls, JOIN_S)
         provider = open_provider(settings.sandbox)
         stack.push_async_callback(provider.aclose)
         keeper = FleetKeeper(engines, server, members, needs_engines=True)
@@ -218,14 +273,20 @@ async def open_engines(settings: Settings, model: Path, *, count: int) -> AsyncI
 
 @asynccontextmanager
 async def open_server(
-    settings: Settings, engines: EngineLauncher, key: str, overrides: Sequence[str], *, grace_s: float = 5.0
+    settings: Settings,
+    urls: Sequence[str],
+    key: str,
+    overrides: Sequence[str],
+    *,
+    engines: EngineLauncher | None = None,
+    grace_s: float = 5.0,
 ) -> AsyncIterator[ServerProcess]:
-    """Start a session server in front of ``engines``; stop it at the end, within ``grace_s``.
+    """Start a session server in front of the engines at ``urls``; stop it at the end, within ``grace_s``.
 
-    Raises ``ComponentLost``.
+    Raises ``ComponentLost``, of those ``engines`` that were started here rather than of the server.
     """
     argv = [sys.executable, "-P", "-m", "tollway", "serve", "-c", str(_shown(settings))]
-    argv += [part for url in engines.urls for part in ("--engine", url)]
+    argv += [part for url in urls for part in ("--engine", url)]
     argv += [part for each in overrides for part in ("--set", each)]
     try:
         server = await ServerProcess.start(
@@ -235,7 +296,7 @@ async def open_server(
             env={"OMP_NUM_THREADS": "1", ADMIN_KEY_VARIABLE: key},
         )
     except ComponentLost:
-        if (lost := engines.dead()) is not None:
+        if engines is not None and (lost := engines.dead()) is not None:
             raise lost from None  # the server's complaint is only that nobody answers
         raise
     try:
@@ -255,11 +316,13 @@ async def serve_with_engines(settings: Settings, count: int) -> None:
     wait, grace_s = ["server.engine_wait_s=30.0"], settings.server.drain_s + _SERVER_END_S
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(open_engines(settings, model, count=count))
-        server = await stack.enter_async_context(open_server(settings, engines, key, wait, grace_s=grace_s))
-        http = await stack.enter_async_context(_http())
+        server = await stack.enter_async_context(
+            open_server(settings, engines.urls, key, wait, engines=engines, grace_s=grace_s)
+        )
+        http = await stack.enter_async_context(open_http())
         members = Members(SessionClient(server.url, key, http=http), http)
         stack.push_async_callback(members.aclose)
-        await members.wait_joined(engines.urls, _JOIN_S)
+        await members.wait_joined(engines.urls, JOIN_S)
         say_ready(server.url, engines=engines.urls)
         # Whether to live without engines is for whoever uses a server; a run has a deadline.
         await FleetKeeper(engines, server, members, needs_engines=False).watch()
@@ -272,5 +335,6 @@ def _shown(settings: Settings) -> Path:
     return path
 
 
-def _http() -> aiohttp.ClientSession:
+def open_http() -> aiohttp.ClientSession:
+    """Connections to servers and engines, as many as calls are in flight."""
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))

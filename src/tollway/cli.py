@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tollway
-from tollway import cli_cache, cli_engines, cli_router, telemetry
+from tollway import cli_cache, cli_engines, cli_episode, cli_router, cli_sandbox, cli_tasks, telemetry
 from tollway.errors import ComponentLost, ConfigError, EngineLost, SandboxUnavailable, TollwayError
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
 
@@ -32,6 +32,7 @@ Start here:
   scripts/demo                                    train a small agent on this machine, from nothing
   tollway doctor                                  what this machine can run, and what is missing
   tollway train -c examples/demo/tollway.toml     the same demo without the wrapper
+  tollway episode run 3 --harness gold            one task, solved by its reference solution and graded
 """
 
 
@@ -50,7 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except ComponentLost as error:
         print(f"tollway: [{error.code}] {error}", file=sys.stderr)
-        print("tollway: what was committed is kept; once the cause is gone, the same command goes on", file=sys.stderr)
+        if arguments.command == "train":
+            kept = "what was committed is kept; once the cause is gone, the same command goes on"
+            print(f"tollway: {kept}", file=sys.stderr)
         return EXIT_FAILED
     except EngineLost as error:  # nobody answered; its code speaks of engines
         print(f"tollway: {error}", file=sys.stderr)
@@ -83,10 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", _train, "train the policy; the same command resumes an interrupted run")
     train.add_argument("--fresh", action="store_true", help="move an existing run directory aside and start over")
 
-    evaluate = _command(commands, "eval", _eval, "evaluate the latest checkpoint of a run on held-out tasks")
-    evaluate.add_argument("--blank-tools", action="store_true", help="replace every tool result by blanks")
-    evaluate.add_argument("--episodes", type=int, metavar="N", help="number of episodes (default: eval.episodes)")
-    evaluate.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    cli_episode.add_eval_arguments(_command(commands, "eval", _eval, cli_episode.EVAL))
+    cli_episode.add_episode_arguments(_command(commands, "episode", _episode, cli_episode.EPISODE))
 
     serve = _command(
         commands,
@@ -131,6 +132,10 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--url", help="ask the server at this address instead of looking at this machine")
 
     cli_router.add_arguments(_command(commands, "router", _router, cli_router.DESCRIPTION))
+
+    cli_sandbox.add_arguments(_command(commands, "sandbox", cli_sandbox.run, cli_sandbox.DESCRIPTION))
+
+    cli_tasks.add_arguments(_command(commands, "tasks", cli_tasks.run, cli_tasks.DESCRIPTION))
 
     listed = _command(commands, "families", _families, "list the model families that this installation knows")
     listed.add_argument("--json", action="store_true", help="print a JSON list instead of a table")
@@ -182,17 +187,11 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _eval(arguments: argparse.Namespace) -> int:
-    from tollway import runs
-    from tollway.progress import show_evaluation
-    from tollway.summary import evaluation_json
+    return cli_episode.run_eval(arguments, _settings(arguments, **cli_episode.overrides(arguments)))
 
-    settings = _settings(arguments, eval__episodes=arguments.episodes)
-    result = runs.evaluate(settings, blank_tools=arguments.blank_tools)
-    if arguments.json:
-        print(json.dumps(evaluation_json(result)))
-    else:
-        show_evaluation(result)
-    return 0
+
+def _episode(arguments: argparse.Namespace) -> int:
+    return cli_episode.run_episode(arguments, _settings(arguments, **cli_episode.overrides(arguments)))
 
 
 def _serve(arguments: argparse.Namespace) -> int:

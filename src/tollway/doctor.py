@@ -24,7 +24,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tollway.errors import ConfigError, EngineLost, NotFound, TollwayError
-from tollway.sandboxes.probe import probe
+from tollway.sandboxes.config import LocalConfig
+from tollway.sandboxes.probe import bounds, probe
 from tollway.session_server.client import Json, SessionClient
 from tollway.settings import Settings
 
@@ -56,6 +57,7 @@ def diagnose(settings: Settings) -> list[Finding]:
             sandbox.python is not None,
             str(sandbox.python or "none under /usr/bin: install the system package python3"),
         ),
+        *_sandbox_bounds(settings.sandbox.local),
         _package("torch", "engine", needed=True),
         _package("megatron-core", "megatron", needed=settings.trainer.backend == "megatron"),
         _package("renderers", "renderers", needed=settings.server.family != "compact-bytes"),
@@ -65,6 +67,16 @@ def diagnose(settings: Settings) -> list[Finding]:
         _disk(settings.run_dir),
         *([_workers(settings.server.workers)] if settings.server.workers > 1 else []),
         _ports(settings.server.host, settings.server.port, settings.server.workers),
+    ]
+
+
+def _sandbox_bounds(config: LocalConfig) -> list[Finding]:
+    found = bounds(config)
+    filtered = "for this architecture" if found.filtered else f"none for {os.uname().machine}"
+    return [
+        Finding("sandbox mounts", found.mounts, found.mounts_detail, needed=False),
+        Finding("sandbox limits", found.groups, found.groups_detail, needed=False),
+        Finding("sandbox system calls", found.filtered, f"filter {filtered}", needed=False),
     ]
 
 

@@ -14,10 +14,12 @@ from typing import cast
 
 import aiohttp
 
+from tollway.envs.base import Environment, Task
+from tollway.envs.episode import Episode
 from tollway.envs.runner import EpisodeRunner
 from tollway.errors import ComponentLost, EngineLost, NoEngine, RolloutDown
 from tollway.ports import EpisodeSource, GroupRequest
-from tollway.records import Group
+from tollway.records import Group, Sampling
 from tollway.router.engines import EngineClient, Timeouts
 from tollway.router.health import EngineState
 from tollway.router.launch import EngineLauncher
@@ -202,10 +204,11 @@ class FleetKeeper:
 
 
 class PatientEpisodes(EpisodeSource):
-    """Runs a group anew when no engine answered any of its attempts, once there is an engine again."""
+    """Runs anew what no engine answered any attempt of, once there is an engine again."""
 
-    def __init__(self, source: EpisodeRunner, keeper: FleetKeeper) -> None:
+    def __init__(self, source: EpisodeRunner, keeper: FleetKeeper, environment: Environment) -> None:
         self._source, self._keeper = source, keeper
+        self.environment = environment
 
     async def run_group(self, request: GroupRequest) -> Group:
         for _ in range(_GROUP_TRIES - 1):
@@ -218,9 +221,16 @@ class PatientEpisodes(EpisodeSource):
             await self._keeper.wait_ready()
         return await self._source.run_group(request)
 
-    async def aclose(self) -> None:
-        """As ``EpisodeRunner.aclose``."""
-        await self._source.aclose()
+    async def run_task(self, task: Task, *, group_id: str, samples: int, sampling: Sampling) -> list[Episode]:
+        """As ``EpisodeRunner.run_task``."""
+        for tries in range(1, _GROUP_TRIES + 1):
+            found = await self._source.run_task(task, group_id=group_id, samples=samples, sampling=sampling)
+            lost = [each.failure for each in found if isinstance(each.error, NoEngine | EngineLost)]
+            if len(lost) < len(found) or tries == _GROUP_TRIES:
+                break
+            logger.warning("%s waits for an engine: %s", task.task_id, lost[0])
+            await self._keeper.wait_ready()
+        return found
 
 
 def _rows(fleet: Json) -> list[Json]:

@@ -20,7 +20,7 @@ from tollway.settings import Settings
 from tollway.summary import Summary
 from tollway.trainer.events import CheckpointSaved, Event, GapMeasured, Resumed, StepFinished, WarmStartStep
 
-__all__ = ["TrainingView", "show_evaluation", "training_view"]
+__all__ = ["TrainingView", "training_view"]
 
 _STEP_COLUMNS = (
     ("reward", "rollout/raw_reward", "{:.3f}", 1.0),
@@ -120,15 +120,6 @@ def training_view(settings: Settings) -> Iterator[TrainingView]:
     )
     with progress:
         yield TrainingView(console, progress)
-
-
-def show_evaluation(evaluation: Evaluation) -> None:
-    """One evaluation as a table."""
-    table = Table(show_header=False, show_edge=False)
-    table.add_row("reward", _evaluation_line(evaluation))
-    for name, value in evaluation.facts.items():
-        table.add_row(name, f"{value:.3f}")
-    Console(highlight=False).print(table)
 
 
 def _evaluation_line(evaluation: Evaluation) -> str:

@@ -1,4 +1,4 @@
-"""``tollway train`` and ``tollway eval``: the phases of a run, in order.
+"""``tollway train``: the phases of a run, in order; and the run's latest checkpoint, for ``tollway eval``.
 
 Train: processes, warm start, evaluation, reinforcement, evaluation, summary. Every phase is noted in the run
 directory when it is done, so the same command continues after any interruption. What is started and joined
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
-from collections.abc import Callable, Coroutine
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from tollway import app, telemetry
 from tollway.app import Fleet
@@ -36,7 +36,18 @@ from tollway.trainer.loop import train as train_loop
 from tollway.trainer.rollout import sampling_of
 from tollway.trainer.sft import Demonstration, warm_start
 
-__all__ = ["EvaluationDone", "Listener", "PhaseStarted", "evaluate", "move_aside", "train"]
+__all__ = [
+    "EvaluationDone",
+    "Listener",
+    "PhaseStarted",
+    "Watched",
+    "guarded",
+    "log_to_run",
+    "move_aside",
+    "open_checkpoint",
+    "tasks_of",
+    "train",
+]
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -73,19 +84,12 @@ def train(settings: Settings, *, fresh: bool, report: Listener) -> Summary:
     if fresh and (kept := move_aside(settings.run_dir)) is not None:
         report(PhaseStarted("fresh start", f"the earlier run is kept in {kept}"))
     with locked(settings.run_dir):
-        _log(settings, "train")
+        log_to_run(settings, "train")
         return app.run_to_end(_Training(settings, report).run())
 
 
-def evaluate(settings: Settings, *, blank_tools: bool) -> Evaluation:
-    """Evaluate the latest checkpoint of the run directory on held-out tasks, at the training temperature."""
-    app.preflight(settings)
-    with locked(settings.run_dir):
-        _log(settings, "eval")
-        return app.run_to_end(_evaluate_checkpoint(settings, blank_tools=blank_tools))
-
-
-def _log(settings: Settings, command: str) -> None:
+def log_to_run(settings: Settings, command: str) -> None:
+    """Log lines of ``command`` go to the run's directory; warnings also reach the terminal."""
     telemetry.configure(settings.run.log_level, component=command, file=settings.run_dir / "logs" / f"{command}.log")
 
 
@@ -130,7 +134,7 @@ class _Training:
                     stack.enter_async_context(app.open_fleet(settings, model, journal=self._dir / "journal.sqlite")),
                     stack.enter_async_context(app.open_backend(settings, model)),
                 )
-            return await _guarded(fleet, self._phases(fleet, backend, found[1] if found else None))
+            return await guarded(fleet, self._phases(fleet, backend, found[1] if found else None))
 
     async def _phases(self, fleet: Fleet, backend: BackendProxy, resumed: RunState | None) -> Summary:
         settings, notes = self._settings, self._notes
@@ -141,9 +145,8 @@ class _Training:
             if settings.eval.at_start:
                 await self._evaluate(fleet, "before")
         self._start("reinforcement", f"{settings.trainer.steps} steps")
-        source = fleet.episodes(_tasks(settings, "train"))
-        with notes.phase("reinforcement"):
-            try:
+        async with fleet.episodes(tasks_of(settings, "train")) as source:
+            with notes.phase("reinforcement"):
                 result = await train_loop(
                     backend,
                     _Counted(source, notes),
@@ -152,8 +155,6 @@ class _Training:
                     run_dir=self._dir,
                     on_event=self._on_event,
                 )
-            finally:
-                await source.aclose()
         await backend.export(self._dir / "model")
         if settings.eval.at_end:
             await self._evaluate(fleet, "after")
@@ -208,10 +209,15 @@ def _identity(settings: Settings) -> dict[str, object]:
     }
 
 
-async def _evaluate_checkpoint(settings: Settings, *, blank_tools: bool) -> Evaluation:
+@asynccontextmanager
+async def open_checkpoint(settings: Settings) -> AsyncIterator[Fleet]:
+    """Engines with the weights of the run's latest checkpoint. Raises ``ConfigError`` when there is none."""
     found = CheckpointStore(settings.run_dir / "checkpoints", keep=settings.trainer.checkpoints_kept).latest()
     if found is None:
-        raise ConfigError(f"no checkpoint in {settings.run_dir}; train first, or name the run with --set run.dir=...")
+        raise ConfigError(
+            f"no checkpoint in {settings.run_dir}; train first, name the run with --set run.dir=..., or name a server "
+            "with --url or engines with --engine"
+        )
     journal = settings.run_dir / "eval" / "journal.sqlite"
     shutil.rmtree(journal.parent, ignore_errors=True)
     journal.parent.mkdir(parents=True)
@@ -225,22 +231,18 @@ async def _evaluate_checkpoint(settings: Settings, *, blank_tools: bool) -> Eval
         await backend.load(path)
         buckets = await backend.weight_buckets(int(settings.trainer.bucket_mb * 2**20))
         await fleet.refit(settings).push(buckets, state.version)
-        notes = Notes(journal.parent / "run.json")
-        return await _guarded(fleet, _evaluate(settings, fleet, notes, blank_tools=blank_tools))
+        yield fleet
 
 
 async def _evaluate(settings: Settings, fleet: Fleet, notes: Notes, *, blank_tools: bool) -> Evaluation:
-    config = _tasks(settings, "heldout").model_copy(update={"blank_tools": blank_tools or settings.env.blank_tools})
-    source = fleet.episodes(config)
-    try:
+    config = tasks_of(settings, "heldout").model_copy(update={"blank_tools": blank_tools or settings.env.blank_tools})
+    async with fleet.episodes(config) as source:
         return await run_episodes(
             _Counted(source, notes),
             settings.eval.episodes,
             sampling=sampling_of(settings.trainer),
             name="blank" if blank_tools else "eval",
         )
-    finally:
-        await source.aclose()
 
 
 async def _demonstrations(settings: Settings, fleet: Fleet) -> list[Demonstration]:
@@ -255,7 +257,8 @@ async def _demonstrations(settings: Settings, fleet: Fleet) -> list[Demonstratio
     return [family.render_training(one.messages, one.tools) for one in shown]
 
 
-def _tasks(settings: Settings, split: Literal["train", "heldout"]) -> EnvConfig:
+def tasks_of(settings: Settings, split: Literal["train", "heldout"]) -> EnvConfig:
+    """The section of the environment for one use of it: seeded by the run."""
     return settings.env.model_copy(update={"seed": settings.run.seed, "split": split})
 
 
@@ -269,7 +272,15 @@ async def _both(first: Coroutine[object, object, T], second: Coroutine[object, o
     return one.result(), two.result()
 
 
-async def _guarded(fleet: Fleet, work: Coroutine[object, object, T]) -> T:
+class Watched(Protocol):
+    """A fleet, or anything else that work depends on."""
+
+    async def watch(self) -> None:
+        """Never returns; raises when it is lost."""
+        ...
+
+
+async def guarded(fleet: Watched, work: Coroutine[object, object, T]) -> T:
     """Run ``work``; the death of the engine or the server ends it at once and is the error that is told."""
     working, watching = asyncio.create_task(work), asyncio.create_task(fleet.watch())
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tollway.sandboxes.probe import probe
 from tollway.session_server.families.base import Family
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,36 +18,54 @@ UNSUPPORTED = 3
 """Exit status of the set-up on a machine that cannot have the harnesses."""
 
 
-def _import_scripted() -> None:
-    """Make ``scripted`` importable without its folder, whose subfolders are named like packages."""
-    spec = importlib.util.spec_from_file_location("scripted", ROOT / "examples" / "harnesses" / "scripted.py")
+def _import_example(name: str) -> None:
+    """Make an example importable without its folder, whose subfolders are named like packages."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / "harnesses" / f"{name}.py")
     if spec is None or spec.loader is None:
-        raise RuntimeError("examples/harnesses/scripted.py is gone")
+        raise RuntimeError(f"examples/harnesses/{name}.py is gone")
     module = importlib.util.module_from_spec(spec)
-    sys.modules["scripted"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
 
 
-_import_scripted()
+_import_example("scripted")
+_import_example("episode")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that installs the harnesses may wait for that: the usual limit is for the test alone."""
     for item in items:
-        if "harnesses" in getattr(item, "fixturenames", ()):
+        if {"harnesses", "all_harnesses"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.timeout(SETUP_S + 180.0))
+
+
+def _set_up(script: str) -> None:
+    done = subprocess.run([ROOT / "scripts" / script], stderr=subprocess.PIPE, text=True, timeout=SETUP_S, check=False)
+    if done.returncode == UNSUPPORTED:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise RuntimeError(f"scripts/{script} exited with {done.returncode}:\n{done.stderr}")
 
 
 @pytest.fixture(scope="session")
 def harnesses() -> None:
     """Installs the harnesses, or skips the test on a machine that cannot have them."""
-    done = subprocess.run(
-        [ROOT / "scripts" / "setup_harnesses"], stderr=subprocess.PIPE, text=True, timeout=SETUP_S, check=False
-    )
-    if done.returncode == UNSUPPORTED:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(f"scripts/setup_harnesses exited with {done.returncode}:\n{done.stderr}")
+    _set_up("setup_harnesses")
+
+
+@pytest.fixture(scope="session")
+def openhands() -> None:
+    """The same for the OpenHands SDK, which wants a newer Python."""
+    _set_up("setup_openhands")
+
+
+@pytest.fixture
+def all_harnesses(request: pytest.FixtureRequest, name: str) -> None:
+    """What the harness of that ``name`` needs, and a machine with sandboxes."""
+    found = probe()
+    if not found.available or found.python is None:
+        pytest.skip(found.reason)
+    request.getfixturevalue("openhands" if name == "openhands" else "harnesses")
 
 
 @pytest.fixture(scope="session")

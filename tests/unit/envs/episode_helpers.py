@@ -18,7 +18,7 @@ from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.ports import GroupRequest
 from tollway.records import Sampling, TokenSpan, Trajectory
 from tollway.sandboxes.base import SandboxProvider
-from tollway.session_server.client import ChatReply, Session, Usage
+from tollway.session_server.client import ChatReply, Session, SessionOptions, Usage
 
 Policy = Callable[[Sequence[Message]], Message]
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)
@@ -79,6 +79,7 @@ class ScriptedSessions:
         metadata: Mapping[str, str] | None = None,
         ttl_s: float | None = None,
         wait_s: float = 0.0,
+        options: SessionOptions | None = None,
     ) -> Session:
         await self._enter("create")
         name = f"s{next(self._numbers)}"
@@ -107,7 +108,7 @@ class ScriptedSessions:
 
     async def trajectories(self, session_id: str) -> tuple[Trajectory, ...]:
         await self._enter("trajectories")
-        return (_row(session_id, self.rewards[session_id]),)
+        return (row_of(session_id, self.rewards[session_id]),)
 
     async def close(self, session_id: str) -> None:
         await self._enter("close")
@@ -123,7 +124,8 @@ class ScriptedSessions:
         return set(self.opened) - set(self.closed) - set(self.deleted)
 
 
-def _row(session_id: str, reward: float | None) -> Trajectory:
+def row_of(session_id: str, reward: float | None) -> Trajectory:
+    """One call of one sampled token."""
     return Trajectory(
         token_ids=np.array([1, 2], np.int32),
         loss_mask=np.array([0, 1], np.uint8),
@@ -145,11 +147,12 @@ def runner(
     sessions: ScriptedSessions, provider: SandboxProvider, *, blank_tools: bool = False, **settings: object
 ) -> EpisodeRunner:
     """A micro-SWE runner over these parts."""
-    config = EnvConfig.model_validate({"attempts": 1, **settings})
+    config = EnvConfig.model_validate({"attempts": 1, "blank_tools": blank_tools, **settings})
+    environment = MicroSwe(config)
     return EpisodeRunner(
         config,
-        environment=MicroSwe(config),
-        harness=ToolLoop(max_turns=config.max_turns, blank_tools=blank_tools),
+        environment=environment,
+        harness=ToolLoop(config, environment),
         sessions=sessions,
         provider=provider,
     )

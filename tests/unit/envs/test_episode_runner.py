@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 
 import pytest
 from episode_helpers import ScriptedSessions, calls, repair, request, runner, script
 
-from tollway.envs import runner as runner_module
+from tollway.envs import episode as episode_module
 from tollway.envs.evaluate import evaluate, summarise, wilson
 from tollway.envs.micro_swe.projects import project_at
 from tollway.envs.micro_swe.rules import RULES
@@ -152,7 +153,7 @@ async def test_a_stalled_server_ends_the_episode_without_a_reward(phase: str) ->
         limits = {"model_timeout_s": 0.05, "record_timeout_s": 0.05, "open_timeout_s": 0.05}
         episodes = runner(sessions, provider, **limits)
         if phase == "create":
-            episodes.opening_grace_s = 0.05
+            episodes.parts.opening_grace_s = 0.05
         (rollout,) = (await episodes.run_group(request())).rollouts
         assert rollout.reward is None
         assert "took longer than" in str(rollout.error)
@@ -161,12 +162,26 @@ async def test_a_stalled_server_ends_the_episode_without_a_reward(phase: str) ->
 
 
 async def test_an_agent_out_of_time_is_graded_as_it_stands() -> None:
+    def policy(messages: Sequence[Message]) -> Message:
+        sessions.stall = {"chat"}  # from the second call on
+        return calls(("run", {}))
+
+    sessions = ScriptedSessions(policy)
+    async with _fake() as provider:
+        (rollout,) = (await runner(sessions, provider, agent_timeout_s=0.3).run_group(request())).rollouts
+        assert rollout.reward == 0.0
+        assert rollout.turns == 1
+        assert rollout.facts["timed_out"] == 1.0
+        await _left_clean(provider, sessions)
+
+
+async def test_an_agent_whose_model_never_answered_is_no_reward() -> None:
     sessions = ScriptedSessions(script(calls(("run", {}))))
     sessions.stall = {"chat"}
     async with _fake() as provider:
         (rollout,) = (await runner(sessions, provider, agent_timeout_s=0.05).run_group(request())).rollouts
-        assert rollout.reward == 0.0
-        assert rollout.facts["timed_out"] == 1.0
+        assert rollout.reward is None
+        assert "without one answered model call" in str(rollout.error)
         await _left_clean(provider, sessions)
 
 
@@ -271,7 +286,7 @@ async def test_a_heartbeat_moves_the_end_of_a_slow_agents_sandbox_again_and_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beats come thick and the life is long: no stall of this machine can end the sandbox."""
-    monkeypatch.setattr(runner_module, "_BEATS_PER_TTL", 30_000)
+    monkeypatch.setattr(episode_module, "_BEATS_PER_TTL", 30_000)
     sessions = ScriptedSessions(script(calls(("run", {})), calls(("run", {})), calls(("submit", {}))))
     chat = sessions.chat
     ends: list[float] = []

@@ -230,7 +230,10 @@ async def test_a_cancelled_kill_still_kills() -> None:
 
 
 async def test_capabilities_gate_options_before_anything_is_created() -> None:
-    async with FakeProvider(SandboxConfig()) as provider:
+    class Bare(FakeProvider):
+        caps = frozenset({"stderr"})
+
+    async with Bare(SandboxConfig()) as provider:
         with pytest.raises(CapabilityMissing, match="public_network"):
             await make(provider, network="public")
         with pytest.raises(CapabilityMissing, match="network_hosts"):

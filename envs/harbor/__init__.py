@@ -1,0 +1,1 @@
+"""Harbor task directories, read and graded natively."""

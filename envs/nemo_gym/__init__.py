@@ -1,0 +1,1 @@
+"""NeMo Gym resources servers over HTTP: seed a session, call tools, verify."""

@@ -1,0 +1,1 @@
+"""OpenEnv environments behind their WebSocket: reset, step, tools, rewards."""

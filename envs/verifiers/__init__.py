@@ -1,0 +1,1 @@
+"""verifiers tasksets and environments, in a Python of their own."""

@@ -1,0 +1,187 @@
+"""Grading in real sandboxes: the right fix earns 1, nothing and every known attack earn 0."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from swe_helpers import grader_of, shapes_grader, tiny
+
+from tollway.envs.base import Task, Verdict, Work
+from tollway.envs.swe.attacks import ATTACKS, Attack, fixed, submission
+from tollway.envs.swe.cache import tree_files
+from tollway.envs.swe.grading import SweGrader, sample
+from tollway.envs.swe.running import read_report
+from tollway.errors import EpisodeFailed
+from tollway.sandboxes.local import LocalProvider
+
+TASK = Task(task_id="t", messages=())
+SHORT = {"test_s": 3.0, "total_s": 10.0}
+"""Enough to see an attack hang; what is too slow for it on a busy machine earns nothing, as it should."""
+HANGING = ("expected value from the caller's frame", "expected value by a traceback", "endless recursion")
+IN_PYTEST = (
+    "reports patched",
+    "reports patched for known tests only",
+    "the worker's own functions replaced",
+    "assertions stripped",
+    "objects equal to everything",
+    "expected value by a traceback",
+    "tests deleted",
+    "tests skipped",
+    "tests expected to fail",
+    "os._exit(0) at import",
+)
+
+
+async def graded(grader: SweGrader, local: LocalProvider, handed: dict[str, bytes]) -> Verdict:
+    return await grader.grade(TASK, Work(submission=handed, provider=local))
+
+
+async def all_graded(grader: SweGrader, local: LocalProvider, attacks: list[Attack]) -> list[tuple[Attack, Verdict]]:
+    """Two at a time: each takes two sandboxes."""
+    tree = tree_files(grader.tree)
+    places = asyncio.Semaphore(2)
+
+    async def one(attack: Attack) -> tuple[Attack, Verdict]:
+        async with places:
+            return attack, await graded(grader, local, submission(attack, grader.task, tree))
+
+    return await asyncio.gather(*(one(attack) for attack in attacks))
+
+
+async def test_every_tiny_task_is_solved_by_its_fix_and_not_by_nothing(local: LocalProvider, tmp_path: Path) -> None:
+    environment = tiny(tmp_path)
+    await environment.open()
+    assert len({environment.find(one).task_id.partition("-")[0] for one in environment.ids}) == 3
+    for task_id in environment.ids[::3]:
+        grader = grader_of(environment, environment.find(task_id))
+        tree = tree_files(grader.tree)
+        right = await graded(grader, local, fixed(grader.task, tree))
+        assert (right.reward, right.flags) == (1.0, ()), right.reason
+        wrong = await graded(grader, local, submission(ATTACKS[0], grader.task, tree))
+        assert (wrong.reward, wrong.flags) == (0.0, ()), wrong.reason
+        assert "do not pass" in wrong.reason
+
+
+async def test_another_text_of_the_fix_is_as_good(local: LocalProvider, tmp_path: Path) -> None:
+    grader = shapes_grader(tmp_path)
+    handed = fixed(grader.task, tree_files(grader.tree))
+    path = "shapes/area.py"
+    plain = {**handed, path: ast.unparse(ast.parse(handed[path])).encode()}
+    assert (await graded(grader, local, plain)).reward == 1
+    loop = handed[path].replace(b"width * height", b"sum(width for _ in range(height))")
+    elsewhere = {
+        **handed,
+        path: loop.replace(b"sum(width for _ in range(height))", b"product(width, height)").replace(
+            b'"""Areas."""', b'"""Areas."""\nfrom shapes.numbers import product'
+        ),
+        "shapes/numbers.py": b"def product(one, other):\n    return sum(one for _ in range(other))\n",
+    }
+    for submitted in ({**handed, path: loop}, elsewhere):
+        verdict = await graded(grader, local, submitted)
+        assert (verdict.reward, verdict.flags) == (1.0, ()), verdict.reason
+
+
+@pytest.mark.slow(120)
+@pytest.mark.timeout(120)
+async def test_no_attack_is_paid_and_each_shows_itself(local: LocalProvider, tmp_path: Path) -> None:
+    environment = tiny(tmp_path, "wording-5*")
+    await environment.open()
+    grader = grader_of(environment, environment.find(environment.ids[0]))
+    timeouts = grader.task.timeouts.model_copy(update=SHORT)
+    hasty = replace(grader, task=grader.task.model_copy(update={"timeouts": timeouts}))
+    hanging = [attack for attack in ATTACKS if attack.name in HANGING]
+    assert len(hanging) == len(HANGING)
+    results = await all_graded(grader, local, [attack for attack in ATTACKS if attack not in hanging])
+    results += await all_graded(hasty, local, hanging)
+    assert [(attack.name, verdict.reason) for attack, verdict in results if verdict.reward] == []
+    assert [attack.name for attack, verdict in results if attack.flagged and not verdict.flags] == []
+    quiet = {attack.name for attack, verdict in results if not verdict.flags}
+    assert {"nothing changed", "syntax error"} <= quiet
+    assert "objects equal to everything" not in quiet
+
+
+@pytest.mark.slow(120)
+@pytest.mark.timeout(120)
+async def test_attacks_on_pytest_are_not_paid_either(local: LocalProvider, tmp_path: Path) -> None:
+    grader = shapes_grader(tmp_path)
+    results = await all_graded(grader, local, [attack for attack in ATTACKS if attack.name in IN_PYTEST])
+    assert len(results) == len(IN_PYTEST)
+    assert [(attack.name, verdict.reason) for attack, verdict in results if verdict.reward] == []
+    assert [(attack.name, verdict.reason) for attack, verdict in results if not verdict.flags] == []
+
+
+async def test_the_right_fix_with_an_attack_in_it_is_not_paid(local: LocalProvider, tmp_path: Path) -> None:
+    grader = shapes_grader(tmp_path)
+    handed = fixed(grader.task, tree_files(grader.tree))
+    path = "shapes/area.py"
+    handed[path] += b"\nimport unittest\nunittest.TestCase.assertEqual = lambda self, *args, **kwargs: None\n"
+    verdict = await graded(grader, local, handed)
+    assert verdict.reward == 0
+    assert any("tamper" in flag for flag in verdict.flags)
+
+
+async def test_a_deleted_library_file_is_missed_and_tests_cannot_be_handed_in(
+    local: LocalProvider, tmp_path: Path
+) -> None:
+    grader = shapes_grader(tmp_path)
+    handed = fixed(grader.task, tree_files(grader.tree))
+    gone = {path: data for path, data in handed.items() if path != "shapes/area.py"}
+    assert (await graded(grader, local, gone)).reward == 0
+    ours = await graded(grader, local, {**handed, "tests/test_area.py": b"", "conftest.py": b"raise SystemExit"})
+    assert ours.reward == 1
+    assert ours.flags == ("not taken: conftest.py", "not taken: tests/test_area.py")
+
+
+async def test_what_a_hidden_test_patch_adds_wins_over_what_the_agent_made_there(
+    local: LocalProvider, tmp_path: Path
+) -> None:
+    hidden = (
+        "--- /dev/null\n+++ b/tests/test_new.py\n@@ -0,0 +1,5 @@\n+from shapes import area\n+\n+\n"
+        "+def test_new():\n+    assert area(4, 5) == 20\n"
+    )
+    new = "tests/test_new.py::test_new"
+    grader = shapes_grader(tmp_path, test_patch=hidden, fail_to_pass=(new,), controls={new: (0,)})
+    tree = tree_files(grader.tree)
+    assert "tests/test_new.py" not in tree
+    bait = {"tests/test_new.py": b"def test_new():\n    pass\n"}
+    lazy = await graded(grader, local, {**submission(ATTACKS[0], grader.task, tree), **bait})
+    assert lazy.reward == 0
+    assert "test_new: failed" in lazy.reason
+    assert (await graded(grader, local, {**fixed(grader.task, tree), **bait})).reward == 1
+
+
+async def test_the_sample_is_the_same_for_everyone(tmp_path: Path) -> None:
+    task = shapes_grader(tmp_path).task
+    assert sample(task, 0) == sample(task, 1000) == task.pass_to_pass
+    assert sample(task, 5) == sample(task, 5)
+    assert len(sample(task, 5)) == 5
+    assert set(sample(task, 5)) <= set(sample(task, 6)) <= set(task.pass_to_pass)
+
+
+def test_only_one_report_behind_the_nonce_is_believed() -> None:
+    good = (
+        b'\nN{"outcomes": {"a": "passed"}, "notes": {}, "errors": [], "problems": [], "tampers": [], "events": [], '
+        b'"complete": true, "started": true, "seconds": 1.0, "wall_s": 1.0, "log": ""}\n'
+    )
+    assert read_report(good, "N").outcomes == {"a": "passed"}
+    for bad in (b"", good + good, b"x" + good[1:], b"\nN{\n", b'{"outcomes": {"a": "passed"}}\n'):
+        report = read_report(bad, "N")
+        assert not report.complete
+        assert not report.outcomes
+        assert report.problems
+
+
+async def test_tests_that_cannot_start_are_no_grade(local: LocalProvider, tmp_path: Path) -> None:
+    grader = shapes_grader(tmp_path)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    handed = fixed(grader.task, tree_files(grader.tree))
+    with pytest.raises(EpisodeFailed, match="No module named 'pytest'"):
+        await graded(replace(grader, site=empty), local, handed)
+    source = grader.task.source.model_copy(update={"python": "/usr/bin/no-python"})
+    with pytest.raises(EpisodeFailed, match="no-python"):
+        await graded(replace(grader, task=grader.task.model_copy(update={"source": source})), local, handed)

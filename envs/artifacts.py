@@ -15,15 +15,17 @@ import os
 import re
 import secrets
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import tollway
 from tollway.envs.changes import changes
 from tollway.envs.config import EnvConfig
+from tollway.envs.cutting import cut_middle
 from tollway.envs.episode import Episode
-from tollway.envs.tools import cut_middle
 from tollway.envs.usage import usage_of
+from tollway.errors import ConfigError
 from tollway.session_server.columns import pack_rows
 
 __all__ = ["FORMAT", "Artifacts", "folder_name", "record_of"]
@@ -49,6 +51,17 @@ class Artifacts:
     def of(cls, config: EnvConfig) -> Artifacts | None:
         """As the section says."""
         return None if config.artifacts is None else cls(Path(config.artifacts).absolute(), config.artifact_mb)
+
+    def check(self) -> None:
+        """Make the directory. Raises ``ConfigError`` where that or writing to it is impossible."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.root):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"env.artifacts={str(self.root)!r}: cannot write there: {error.strerror}; name another directory"
+            ) from error
 
     async def keep(self, episode: Episode) -> Path | None:
         """The episode's folder; ``None`` when it could not be written."""

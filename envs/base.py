@@ -17,7 +17,7 @@ from typing import ClassVar, Literal, Protocol
 from tollway.errors import BadRequest, CapabilityMissing, NotFound
 from tollway.messages import Message, ToolCall, ToolSpec
 from tollway.records import Sampling, Trajectory
-from tollway.sandboxes.base import Sandbox, SandboxProvider
+from tollway.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from tollway.session_server.client import ChatReply, Session, SessionOptions
 
 __all__ = [
@@ -57,6 +57,24 @@ class Machine:
     pids: int = 64
     network: Literal["none", "public"] | tuple[str, ...] = "none"
     options: Mapping[str, str] = field(default_factory=dict)
+
+    def spec(self, *, ttl_s: float, labels: Mapping[str, str], files: Mapping[str, bytes] | None = None) -> SandboxSpec:
+        """A sandbox like this, with these files on top of ``tree``."""
+        return SandboxSpec(
+            ttl_s=ttl_s,
+            labels=labels,
+            image=self.image,
+            files=files or {},
+            tree=self.tree,
+            mounts=self.mounts,
+            env=self.env,
+            cpu=self.cpu,
+            mem_mb=self.mem_mb,
+            disk_mb=self.disk_mb,
+            pids=self.pids,
+            network=self.network,
+            options=self.options,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,6 +328,10 @@ class Environment(ABC):
     @abstractmethod
     def grader(self, task: Task) -> Grader:
         """Who judges this task."""
+
+    def reference(self, task: Task) -> str | None:
+        """The known answer, for graders that are given one; ``None`` where there is none."""
+        return None
 
     async def solve(self, task: Task, sandbox: Sandbox) -> None:
         """Do what the reference solution does, in the agent's sandbox. Raises ``CapabilityMissing`` without one."""

@@ -35,6 +35,8 @@ _MAX_HEAD, _MAX_STDIN = 1 << 20, 1 << 26
 _AT_ONCE = 16
 _READ_S = 60.0
 """For a request to arrive."""
+_MALFORMED = (ValueError, KeyError, TypeError, RecursionError, asyncio.IncompleteReadError)
+"""What reading a request may raise, whatever was sent."""
 
 
 class ExecSocket:
@@ -75,7 +77,7 @@ class ExecSocket:
             async with asyncio.timeout(_READ_S):
                 head, stdin = await self._request(reader)
             await self._run(head, stdin, reader, writer)
-        except (BadRequest, ValueError, KeyError, TypeError, TimeoutError, asyncio.IncompleteReadError) as error:
+        except (*_MALFORMED, BadRequest, TimeoutError) as error:
             _say(writer, {"error": str(error) or type(error).__name__})
         except SandboxError as error:
             self.failure = error

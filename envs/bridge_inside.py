@@ -121,6 +121,9 @@ def pass_on(number: int, children: list[asyncio.subprocess.Process], early: list
 def main() -> None:
     """Read, run, end."""
     spec = json.loads(sys.stdin.buffer.read().decode())
+    with contextlib.suppress(OSError):
+        # Others may have the same file open: the first process of a bubblewrap sandbox does, and can be read.
+        os.ftruncate(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # what came with the secrets is closed for all that follows
     try:
         status = asyncio.run(run(spec))

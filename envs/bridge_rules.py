@@ -23,6 +23,10 @@ _OWN = frozenset(
     {"host", "authorization", "x-api-key", "cookie", "forwarded", "via", "content-length", "accept-encoding"}
 )
 """Headers that the bridge writes itself or that would say something about who asks."""
+_OTHER_CALLS = frozenset(
+    {"x-http-method", "x-http-method-override", "x-method-override", "x-original-url", "x-rewrite-url"}
+)
+"""Headers by which some servers take a request for another one than was looked at here."""
 _OWN_PREFIXES = ("x-forwarded-", "x-tollway-", "proxy-", "sec-websocket-")
 
 
@@ -84,7 +88,8 @@ def answer_headers(headers: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def _passes(name: str) -> bool:
-    return name not in _HOP and name not in _OWN and not name.startswith(_OWN_PREFIXES)
+    same = name.replace("_", "-")  # to some servers
+    return same not in _HOP | _OWN | _OTHER_CALLS and not same.startswith(_OWN_PREFIXES)
 
 
 def _named_by_connection(headers: Iterable[tuple[str, str]]) -> set[str]:

@@ -47,19 +47,19 @@ class EnvConfig(Section):
     """What lets the model work: "tool-loop", "gold" (the reference solution), "empty" (submits at once), an agent
     command, a name of the entry-point group ``tollway.harnesses``, or ``module:Class``."""
     harness_options: dict[str, str | tuple[str, ...]] = Field(default_factory=dict)
-    """Settings of a harness that has no section of its own."""
+    """For a harness of yours, which is given this section; no shipped one reads them."""
     seed: int = Field(default=0, ge=0)
     """Seed of the endless task order; training and evaluation use run.seed."""
     split: Literal["train", "heldout"] = "train"
     """Which names and constants the tasks use; the two splits share none."""
     max_turns: int = Field(default=4, ge=1)
-    """Model calls per episode."""
+    """Model calls per episode of the harness "tool-loop"; an agent command goes on for as long as it has time."""
     max_episodes: int = Field(default=64, ge=1)
     """Episodes in flight at once."""
     attempts: int = Field(default=2, ge=1)
     """Tries of a whole episode when infrastructure fails, the first one included."""
     blank_tools: bool = False
-    """Replace every tool output by spaces of the same length before the model sees it."""
+    """Replace every tool output by spaces of the same length before the model sees it; for harness "tool-loop"."""
     open_timeout_s: float = Field(default=60.0, gt=0)
     """Opening the session, waiting for capacity included."""
     setup_timeout_s: float = Field(default=600.0, gt=0)
@@ -75,7 +75,7 @@ class EnvConfig(Section):
     sandbox_ttl_s: float = Field(default=300.0, gt=0)
     """Life of the agent's sandbox without a heartbeat; the runner extends it while the agent works."""
     exec_timeout_s: float = Field(default=30.0, gt=0)
-    """One tool command, and one command of the grader."""
+    """One tool command and one command of the grader in "micro-swe"; others have limits in their own sections."""
     record_timeout_s: float = Field(default=60.0, gt=0)
     """Writing the reward, fetching the trajectories, closing the session; each."""
     release_timeout_s: float = Field(default=60.0, gt=0)

@@ -36,10 +36,11 @@ from tollway.envs.config import EnvConfig
 from tollway.envs.leases import Held, Leases, OutOfTime, Overrun, leaf_of, within
 from tollway.envs.places import Places
 from tollway.envs.usage import usage_of
-from tollway.errors import CapabilityMissing, EngineLost, EpisodeFailed, SandboxError, SandboxGone, TollwayError
+from tollway.errors import CapabilityMissing, EngineLost, EpisodeFailed, SandboxError, TollwayError
 from tollway.messages import Message, ToolSpec
 from tollway.records import Rollout, Sampling, Trajectory
 from tollway.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
+from tollway.sandboxes.heartbeat import heartbeat
 from tollway.session_server.client import ChatReply, Session
 
 __all__ = ["PHASES", "Attempt", "Episode", "Listener", "Order", "Parts", "Phase", "PhaseBegan"]
@@ -49,7 +50,6 @@ logger = logging.getLogger(__name__)
 Phase = Literal["wait", "open", "set-up", "agent", "collect", "grade", "record"]
 PHASES: tuple[Phase, ...] = ("wait", "open", "set-up", "agent", "collect", "grade", "record")
 """In order. "wait" is the wait for a place, which is bounded by the episodes that hold one."""
-_BEATS_PER_TTL = 3
 _LAST_WORDS = 300
 """Characters of an agent's log that an error text repeats."""
 
@@ -393,7 +393,7 @@ class Attempt:
             # The provider has tried as often as it is worth; tries of tries would multiply.
             self._provider_gave_up = True
             raise
-        beat = parts.leases.own(_heartbeat(sandbox, ttl_s), f"heartbeat of sandbox {sandbox.id}")
+        beat = parts.leases.own(heartbeat(sandbox, ttl_s), f"heartbeat of sandbox {sandbox.id}")
         try:
             yield sandbox
         finally:
@@ -426,31 +426,13 @@ class _SessionModel:
         return reply
 
 
-async def _heartbeat(sandbox: Sandbox, ttl_s: float) -> None:
-    """Keep a sandbox alive while its agent works: a short TTL ends it soon when we die, not when we are slow."""
-    while True:
-        await asyncio.sleep(ttl_s / _BEATS_PER_TTL)
-        try:
-            await sandbox.extend(ttl_s)
-        except SandboxGone:
-            return  # the next command says so
-        except SandboxError as error:
-            logger.warning("heartbeat of sandbox %s: %s", sandbox.id, error)
-
-
 def _spec(task: Task, machine: Machine, outfit: Outfit, ttl_s: float, labels: Mapping[str, str]) -> SandboxSpec:
     """The task's machine with what the harness needs on top."""
-    return SandboxSpec(
-        ttl_s=ttl_s,
-        labels=labels,
-        image=machine.image,
-        files=task.files,
-        tree=machine.tree,
+    return replace(
+        machine.spec(ttl_s=ttl_s, labels=labels, files=task.files),
         mounts={**machine.mounts, **outfit.mounts},
         env={**machine.env, **outfit.env},
-        cpu=machine.cpu,
         mem_mb=max(machine.mem_mb, outfit.mem_mb),
-        disk_mb=machine.disk_mb,
         pids=max(machine.pids, outfit.pids),
         network=outfit.network or machine.network,
         options={**machine.options, **outfit.options},

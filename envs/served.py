@@ -31,7 +31,10 @@ _BOUND = (
     "import ctypes, os, sys\n"
     "ctypes.CDLL(None).prctl(1, 9)\n"
     "os.getppid() == int(sys.argv[1]) or os._exit(1)\n"
-    "os.execvp(sys.argv[2], sys.argv[2:])\n"
+    "try:\n"
+    "    os.execvp(sys.argv[2], sys.argv[2:])\n"
+    "except OSError as error:\n"
+    "    sys.exit(f'cannot start {sys.argv[2]} (working directory {os.getcwd()}): {error.strerror}')\n"
 )
 
 

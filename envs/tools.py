@@ -2,21 +2,23 @@
 
 Whatever a model sends is answered in words for the model; only a broken sandbox raises. Output is cut in its middle
 to a bound and shown as text whatever bytes it holds. Knows no environment: each builds its tools with the plain
-constructor. Depends on ``envs.base`` and ``sandboxes.base``.
+constructor. Depends on ``envs.base``, ``envs.cutting`` and ``sandboxes.base``.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
 
 from tollway.envs.base import MAX_SOURCE_BYTES, ToolAnswer, Toolset
+from tollway.envs.cutting import cut_middle
 from tollway.errors import BadRequest
 from tollway.messages import ToolCall, ToolSpec
-from tollway.sandboxes.base import ExecResult, Sandbox
+from tollway.sandboxes.base import ExecResult
 
-__all__ = ["TOOLS", "CodingTools", "cut_middle", "shown"]
+__all__ = ["TOOLS", "Bench", "CodingTools", "shown"]
 
 Arguments = Mapping[str, object]
 
@@ -76,6 +78,24 @@ TOOLS = (
 """What the model is offered; a fixed order, so that prompts share their beginning."""
 
 
+class Bench(Protocol):
+    """The part of ``sandboxes.base.Sandbox`` that the tools work with."""
+
+    async def exec(
+        self, cmd: str | Sequence[str], *, timeout_s: float, env: Mapping[str, str] | None = None
+    ) -> ExecResult:
+        """Run a command to its end."""
+        ...
+
+    async def read(self, path: str, *, max_bytes: int) -> bytes:
+        """A regular file; ``BadRequest`` for anything else."""
+        ...
+
+    async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
+        """Create or replace a file."""
+        ...
+
+
 class CodingTools(Toolset):
     """The four tools over one sandbox.
 
@@ -85,7 +105,7 @@ class CodingTools(Toolset):
     ['bash', 'read', 'edit', 'submit']
     """
 
-    def __init__(self, sandbox: Sandbox, *, timeout_s: float = 60.0, max_output: int = 16_000) -> None:
+    def __init__(self, sandbox: Bench, *, timeout_s: float = 60.0, max_output: int = 16_000) -> None:
         self._sandbox, self._timeout_s, self._max_output = sandbox, timeout_s, max_output
         self._counts = dict.fromkeys(("bash_calls", "reads", "edits", "bad_calls", "tool_timeouts"), 0)
         self._tool_s = 0.0
@@ -221,24 +241,6 @@ def shown(done: ExecResult, limit: int, *, limit_s: float) -> str:
     end = "\n".join(marks)
     body = cut_middle(text.rstrip("\n"), max(0, limit - len(end) - 1))
     return "\n".join(part for part in (body, end) if part) or "[no output]"
-
-
-def cut_middle(text: str, limit: int) -> str:
-    """``text`` in at most ``limit`` bytes of UTF-8; what is left out is its middle, and is counted.
-
-    >>> cut_middle("x" * 100, 60)
-    'xxxxxxxxxxxxxxx\\n[... 70 bytes left out ...]\\nxxxxxxxxxxxxxxx'
-    """
-    data = text.encode("utf-8", "backslashreplace")
-    if len(data) <= limit:
-        return data.decode()
-    room = len(f"\n[... {len(data)} bytes left out ...]\n")
-    half = max(0, limit - room) // 2
-    head = data[:half].decode("utf-8", "ignore")
-    tail = data[len(data) - half :].decode("utf-8", "ignore")
-    left_out = len(data) - len(head.encode()) - len(tail.encode())
-    mark = f"\n[... {left_out} bytes left out ...]\n"
-    return head + mark + tail if limit >= room else mark.strip()[:limit]
 
 
 def _decoded(data: bytes) -> str:

@@ -8,6 +8,7 @@ described in ``session``. When its socket closes it ends, and the kernel ends ev
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -27,6 +28,10 @@ CLOSED = -1
 STOP_S = 5.0
 """How long stopping the processes of one command may take before the whole sandbox is given up."""
 LOOK_MS = 10.0
+MOST_HELD = 64
+"""Pipes of ended commands that something left behind may still write to. Descriptors are few, and can be passed on."""
+OOM_SCORE = 500
+"""Of commands: as if each held half of what the sandbox may take."""
 READABLE = select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -219,6 +224,9 @@ class Agent:
                     self.forget(fd)
             if self.readers.get(fd) is call:
                 self.readers[fd] = None
+        held = [fd for fd, reader in self.readers.items() if reader is None]
+        for fd in held[:-MOST_HELD]:
+            self.forget(fd)
         del self.calls[call.number]
         self.answer(call)
 
@@ -282,6 +290,9 @@ def become(
         high = [os.dup(fd) if fd < 3 else fd for fd in fds]
         for target, source in enumerate(high):
             os.dup2(source, target)
+        # The control socket with all others: from here on this process can be read by the rest of the sandbox.
+        os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+        go_first(prctl)
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s))
         text = "Can't chdir to " + os.fsdecode(directory)
         os.chdir(directory)
@@ -292,6 +303,13 @@ def become(
         os.write(2, f"{text}: {os.strerror(error.errno or 0)}\n".encode("utf-8", "surrogateescape"))
     finally:
         os._exit(code)
+
+
+def go_first(prctl: object) -> None:
+    """When memory runs out, what the agent runs is to be killed before the agent."""
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # type: ignore[operator]  # a C function
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
+        file.write(b"%d" % OOM_SCORE)
 
 
 def given(data: bytes) -> int:

@@ -105,7 +105,8 @@ class SandboxConfig(Section):
     """Settings of all providers."""
 
     provider: str = "local"
-    """"local", "fake", a name of the entry-point group ``tollway.sandboxes``, or ``module:Class``."""
+    """"local", "docker", "e2b", "agentenv", "daytona", "modal", "fake" (in memory, for tests), a name of the
+    entry-point group ``tollway.sandboxes``, or ``module:Class``."""
     max_live: int = Field(default=256, ge=1)
     """Sandboxes alive at once; a create beyond it waits."""
     max_spawning: int = Field(default=16, ge=1)

@@ -72,6 +72,7 @@ async def stream(provider: SandboxProvider, only: Collection[str] = ()) -> Async
             left = await provider.list(LABELS)
             error = f"the check left {len(left)} sandboxes" if left else None
         except Exception as problem:  # whatever a provider raises is its verdict
-            error = f"{type(problem).__name__}: {problem}"
+            told = str(problem) or ("not over in time" if isinstance(problem, TimeoutError) else "no text")
+            error = f"{type(problem).__name__}: {told}"
         seconds = time.monotonic() - started
         yield Outcome(name=name, promise=promise_of(check), error=error, skipped=skipped, seconds=seconds)

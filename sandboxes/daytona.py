@@ -40,13 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["DaytonaProvider", "DaytonaSandbox"]
 
 _CALL_S = 60
-_READY = """
-w=/workspace
-[ -d $w ] && [ -w $w ] && exit 0
-mkdir -p $w 2>/dev/null || sudo -n mkdir -p $w
-[ -w $w ] || sudo -n chown "$(id -u)" $w
-[ -w $w ]
-"""
 _OVER = ("destroyed", "destroying", "error", "build_failed")
 _LANGUAGE = "code-toolbox-language"
 """A label that the SDK adds."""
@@ -86,13 +79,7 @@ class DaytonaProvider(SandboxProvider):
         async with translated("creating a sandbox", creating=True):
             machine = await self.client().create(self._params(spec), timeout=self.config.create_timeout_s)
         sandbox = DaytonaSandbox(self, machine, spec)
-        try:
-            reply = await sandbox.first(_READY)
-            if reply.status != 0:
-                raise BadImage("cannot make /workspace in this image: its user is neither root nor may use sudo")
-        except BaseException:
-            await asyncio.shield(self.own(sandbox.discard()))
-            raise
+        await sandbox.prepare()
         return sandbox
 
     def _params(self, spec: SandboxSpec) -> object:
@@ -151,14 +138,6 @@ class DaytonaSandbox(RemoteSandbox):
         super().__init__(provider, machine.id, spec)
         self._daytona = provider
         self._machine = machine
-
-    async def first(self, program: str) -> Reply:
-        """Run the program that makes a fresh machine ready."""
-        return await self._bounded(program, _CALL_S, None)
-
-    async def discard(self) -> None:
-        """Delete a machine whose set-up failed."""
-        await self._destroy()
 
     async def _program(self, program: str, *, timeout_s: float, user: str | None) -> Reply:
         # The service picks zsh or bash where there is one, and zsh does not split words as sh does.

@@ -101,7 +101,8 @@ class DockerProvider(SandboxProvider):
             try:
                 self._docker = aiodocker.Docker(url=self.config.docker.url)
             except Exception as error:  # whatever a broken context file or address raises
-                raise SandboxUnavailable(f"cannot use the Docker daemon: {error}; {_REMEDY}") from error
+                told = str(error) or "no socket where a daemon usually has one"
+                raise SandboxUnavailable(f"cannot use the Docker daemon: {told}; {_REMEDY}") from error
         return self._docker
 
     def translated(self, error: DockerError, what: str, *, creating: bool = False) -> SandboxError:
@@ -176,10 +177,6 @@ class DockerSandbox(RemoteSandbox):
             await self._put("/", archive)
         await self._lease(self.spec.ttl_s)
         await self._ask(self._container.start(), f"starting {self.id}", creating=True)
-
-    async def discard(self) -> None:
-        """Remove a container whose set-up failed."""
-        await self._destroy()
 
     async def _program(self, program: str, *, timeout_s: float, user: str | None) -> Reply:
         from aiodocker.exceptions import DockerError

@@ -41,13 +41,6 @@ _RATE_WAIT_S = 2.0
 """The SDK does not pass the service's Retry-After on."""
 _CALL_S = 60.0
 _LOST_KILL_S = 5.0
-_READY = """
-w=/workspace
-[ -d $w ] && [ -w $w ] && exit 0
-mkdir -p $w 2>/dev/null || sudo -n mkdir -p $w
-[ -w $w ] || sudo -n chown "$(id -u)" $w
-[ -w $w ]
-"""
 
 
 class E2BProvider(SandboxProvider):
@@ -100,16 +93,8 @@ class E2BProvider(SandboxProvider):
                 **network,
                 **self.params(),
             )
-        return await self._ready(E2BSandbox(self, machine, spec))
-
-    async def _ready(self, sandbox: E2BSandbox) -> E2BSandbox:
-        try:
-            reply = await sandbox.first(_READY)
-            if reply.status != 0:
-                raise BadImage("cannot make /workspace in this template: its user is neither root nor may use sudo")
-        except BaseException:
-            await asyncio.shield(self.own(sandbox.discard()))
-            raise
+        sandbox = E2BSandbox(self, machine, spec)
+        await sandbox.prepare()
         return sandbox
 
     async def _remote_list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
@@ -164,15 +149,6 @@ class E2BSandbox(RemoteSandbox):
         super().__init__(provider, machine.sandbox_id, spec)
         self._e2b = provider
         self._machine = machine
-
-    async def first(self, program: str) -> Reply:
-        """Run the program that makes a fresh machine ready."""
-        return await self._bounded(program, _CALL_S, None)
-
-    async def discard(self) -> None:
-        """Delete a machine whose set-up failed."""
-        with suppress(SandboxGone):
-            await self._destroy()
 
     async def _program(self, program: str, *, timeout_s: float, user: str | None) -> Reply:
         from e2b import CommandExitException

@@ -8,7 +8,6 @@ and say so. Depends on ``e2b_server`` for the application's shared parts.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import time
 from email.message import Message
@@ -18,7 +17,7 @@ from aiohttp import BodyPartReader, web
 
 from tollway.errors import BadRequest
 from tollway.sandboxes.e2b_processes import Process, Started
-from tollway.sandboxes.e2b_server import FRONT_END, Lease, body_of, problem
+from tollway.sandboxes.e2b_server import FRONT_END, Lease, body_of, problem, same_secret
 from tollway.sandboxes.e2b_wire import CONNECT_STATUS, Json, decoded, end_of_stream, entries, inside, opened
 
 __all__ = ["routes"]
@@ -35,7 +34,7 @@ def entered(request: web.Request) -> Lease:
     lease = request.app[FRONT_END].find(sandbox_id)
     given = request.headers.get("X-Access-Token", "")
     # A wrong token and an unknown sandbox answer the same: ids cannot be tried out.
-    if lease is None or not hmac.compare_digest(given.encode(), lease.token.encode()):
+    if lease is None or not same_secret(given, lease.token):
         raise web.HTTPBadGateway(text=f"The sandbox {sandbox_id[:64]} was not found")
     return lease
 
@@ -145,8 +144,8 @@ def _started(message: Json, request: web.Request, lease: Lease) -> Started:
     config = _object(message.get("process"))
     argv = [str(config.get("cmd", "")), *map(str, _list(config.get("args")))]
     left_s = max(1.0, lease.ends_at - time.time())
-    asked = request.headers.get("Connect-Timeout-Ms", "")
-    timeout_s = min(left_s, int(asked) / 1000) if asked.isdecimal() and int(asked) else left_s
+    asked_ms = _whole(request, "Connect-Timeout-Ms")
+    timeout_s = min(left_s, asked_ms / 1000) if asked_ms else left_s
     return Started(
         argv=argv,
         env={str(name): str(value) for name, value in _object(config.get("envs")).items()},
@@ -157,12 +156,17 @@ def _started(message: Json, request: web.Request, lease: Lease) -> Started:
     )
 
 
+def _whole(request: web.Request, header: str) -> int:
+    """A header's number; 0 when there is none of a sensible size."""
+    text = request.headers.get(header, "")
+    return int(text) if text.isdecimal() and len(text) <= 12 else 0
+
+
 async def watched(request: web.Request, process: Process) -> web.StreamResponse:
     """Stream a process's events. A client that goes away does not end the process."""
     response = web.StreamResponse(headers={"Content-Type": "application/connect+json"})
     await response.prepare(request)
-    every = request.headers.get("Keepalive-Ping-Interval", "")
-    keepalive_s = float(every) if every.isdecimal() and int(every) else math.inf
+    keepalive_s = float(_whole(request, "Keepalive-Ping-Interval") or math.inf)
     with contextlib.suppress(ConnectionResetError):
         async for event in process.events(keepalive_s=min(keepalive_s, 50.0)):
             await response.write(event)
@@ -191,7 +195,11 @@ async def upload(request: web.Request) -> web.StreamResponse:
     lease = entered(request)
     written = []
     if request.content_type == "multipart/form-data":
-        async for part in await request.multipart():
+        try:
+            form = await request.multipart()
+        except ValueError as error:
+            raise BadRequest(f"the form cannot be read: {error}") from error
+        async for part in form:
             if isinstance(part, BodyPartReader) and part.name == "file":
                 path = _kept(request.query.get("path") or _named(part))
                 await lease.sandbox.write(path, bytes(await part.read(decode=True)))

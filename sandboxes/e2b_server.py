@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -23,6 +24,7 @@ from tollway.errors import (
     BadRequest,
     CapabilityMissing,
     CapacityExceeded,
+    ConfigError,
     RateLimited,
     SandboxGone,
     TollwayError,
@@ -61,6 +63,8 @@ class Lease:
     """Unix time."""
     timer: asyncio.TimerHandle | None = None
     paused: bool = False
+    once: str | None = None
+    """Idempotency key that it was created with."""
 
     def reply(self) -> Json:
         """The control plane's object."""
@@ -152,14 +156,16 @@ class FrontEnd:
         return lease
 
     async def create_once(self, key: str | None, body: Json) -> Lease:
-        """``create``; calls with the same key get the same sandbox."""
+        """``create``; calls with the same key get the same sandbox for as long as it lives."""
         if key is None:
             return await self.create(body)
         making = self._once.get(key)
         if making is None:
             making = self._once[key] = asyncio.create_task(self.create(body))
             making.add_done_callback(lambda done: done.cancelled() or (done.exception() and self._once.pop(key, None)))
-        return await asyncio.shield(making)
+        lease = await asyncio.shield(making)
+        lease.once = key
+        return lease
 
     def find(self, sandbox_id: str) -> Lease | None:
         """The live sandbox of that id."""
@@ -206,6 +212,8 @@ class FrontEnd:
 
     def _forget(self, lease: Lease) -> None:
         self._leases.pop(lease.sandbox.id, None)
+        if lease.once is not None:
+            self._once.pop(lease.once, None)
         if lease.timer is not None:
             lease.timer.cancel()
 
@@ -226,11 +234,19 @@ def application(front_end: FrontEnd) -> web.Application:
 
 
 async def serve(front_end: FrontEnd, host: str, port: int) -> tuple[web.AppRunner, str]:
-    """Listen; returns the runner, whose ``cleanup`` ends it, and the address."""
+    """Listen; returns the runner, whose ``cleanup`` ends it, and the address.
+
+    Raises ``ConfigError`` where it cannot listen.
+    """
     # A client that goes away while its sandbox is being made must not leave one behind.
     runner = web.AppRunner(application(front_end), handler_cancellation=True, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, host, port).start()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except OSError as error:
+        await runner.cleanup()
+        told = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror or error
+        raise ConfigError(f"cannot listen on {host}:{port}: {told}; choose another --port or --host") from error
     bound = runner.addresses[0]
     shown = f"[{bound[0]}]" if ":" in str(bound[0]) else bound[0]
     return runner, f"http://{shown}:{bound[1]}"
@@ -357,9 +373,14 @@ def authorized(request: web.Request) -> FrontEnd:
     """The front end, for a caller that has the key."""
     front_end = request.app[FRONT_END]
     given = request.headers.get("X-API-Key", "")
-    if not hmac.compare_digest(given.encode(), front_end.key.encode()):
+    if not same_secret(given, front_end.key):
         raise web.HTTPUnauthorized(text="wrong or missing API key; it is what the server was started with")
     return front_end
+
+
+def same_secret(given: str, wanted: str) -> bool:
+    """Whether a header holds a secret; headers are any bytes."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), wanted.encode())
 
 
 def leased(request: web.Request) -> Lease:
@@ -376,7 +397,7 @@ async def body_of(request: web.Request) -> Json:
         return {}
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the body is a JSON object")

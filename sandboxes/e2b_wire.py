@@ -75,7 +75,7 @@ def opened(body: bytes) -> Iterator[Json]:
         if not flag & 2:
             try:
                 message = json.loads(body[at : at + size] or b"{}")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise BadRequest(f"a Connect message is no JSON: {error}") from error
             if not isinstance(message, dict):
                 raise BadRequest("a Connect message is a JSON object")

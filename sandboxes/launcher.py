@@ -32,6 +32,8 @@ for name, places in (("tollway", []), ("tollway.sandboxes", [{folder!r}])):
 module = importlib.import_module("tollway.sandboxes.{module}")
 {then}
 """
+_START_S = 30.0
+"""How long the launcher may take to look at this machine and say what it found."""
 _STOP_S = 15.0
 """How long the launcher may take to kill everything when its socket closes."""
 _NOT_STARTED = (b"bwrap: execvp ", b"bwrap: Can't chdir to ")
@@ -154,8 +156,12 @@ class Launcher:
         return self._process.pid
 
     async def greeting(self) -> dict[str, object]:
-        """What it found out about this machine when it started."""
-        return (await asyncio.shield(self._greeting))[0]
+        """What it found out about this machine when it started. ``SandboxError`` when it died or hangs."""
+        try:
+            async with asyncio.timeout(_START_S):
+                return (await asyncio.shield(self._greeting))[0]
+        except TimeoutError:
+            raise SandboxError(f"the sandbox launcher process did not start within {_START_S} s") from None
 
     async def run(self, call: CommandCall, *, inside: bool = False) -> ExecResult:
         """Run one command, ``inside`` a session or in namespaces of its own.

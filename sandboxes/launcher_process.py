@@ -404,21 +404,8 @@ def _guard(launcher: int) -> None:
     os.waitpid(launcher, 0)
     with contextlib.suppress(ChildProcessError):
         while True:
-            for pid in _children():
+            for pid in walk([os.getpid()])[1:]:
                 signal_one(pid)
             # The death of one may bring the next: its children become ours before it can be reaped.
             os.waitpid(-1, 0)
     cgroups.remove_place(cgroups.find(), f"tollway-{os.getuid()}-{launcher}")
-
-
-def _children() -> list[int]:
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                parent = file.read().rpartition(b")")[2].split()[1]
-        except OSError:
-            continue  # it ended meanwhile
-        if int(parent) == os.getpid():
-            found.append(int(name))
-    return found

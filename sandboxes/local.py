@@ -201,7 +201,7 @@ class LocalProvider(SandboxProvider):
                     self._uids = UidPool([*uids[first:], *uids[:first]])
                 else:
                     self._own_tasks = await asyncio.to_thread(tasks_of_user, os.getuid())
-                self._allow_descriptors()
+                _allow_descriptors(self.config.max_live)
                 self._seccomp = filter_file()
                 if self._seccomp is None:
                     self._warn(f"local sandboxes: no system call filter for {os.uname().machine}")
@@ -230,7 +230,11 @@ class LocalProvider(SandboxProvider):
             },
         )
         launcher = await Launcher.start(self._program(home), setup)
-        self._facts = await launcher.greeting()
+        try:
+            self._facts = await launcher.greeting()
+        except BaseException:
+            await launcher.close()
+            raise
         if mounts and not self._facts.get("mounts"):
             self._warn(f"local sandboxes: workspaces are plain directories, {self._facts.get('forbidden')}")
         if not mounts and not self.config.local.unsafe:
@@ -246,15 +250,6 @@ class LocalProvider(SandboxProvider):
         if self._facts.get("mounts") and os.getuid() != 0 and self._user_namespace is None:
             self._user_namespace = os.open(f"/proc/{_pid(self._facts)}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         return launcher
-
-    def _allow_descriptors(self) -> None:
-        """Each live sandbox holds two of ours."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        wanted = 2 * self.config.max_live + _OTHER_DESCRIPTORS
-        if soft != resource.RLIM_INFINITY and soft < wanted:
-            raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, raised), hard))
-            logger.info("open files of this process: limit raised from %d to %d", soft, max(soft, raised))
 
     def _program(self, home: OwnerDirectory) -> Path:
         if self._bwrap is not None:
@@ -365,6 +360,16 @@ async def _watch_sizes(provider: LocalProvider) -> None:
                 logger.warning("sandbox %s holds more than disk_mb=%d and is killed", sandbox.id, most // MB)
                 sandbox.mark_gone(f"held more than its disk_mb={sandbox.spec.disk_mb}")
                 sandbox.begin_kill()
+
+
+def _allow_descriptors(max_live: int) -> None:
+    """Each live sandbox holds two of ours."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * max_live + _OTHER_DESCRIPTORS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        raised = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, raised), hard))
+        logger.info("open files of this process: limit raised from %d to %d", soft, max(soft, raised))
 
 
 def _owned(path: Path) -> tuple[str, int, int]:

@@ -7,7 +7,6 @@ travels by standard input. Depends on ``remote`` and, lazily, on ``modal``.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -43,7 +42,6 @@ _RATE_WAIT_S = 2.0
 """The service allows about five creates a second and names no time to wait."""
 _PIECE_BYTES = 1 << 20
 _ASLEEP = ("/bin/sh", "-c", "while :; do sleep 3600; done")
-_READY = "mkdir -p /workspace && [ -w /workspace ]"
 
 
 class ModalProvider(SandboxProvider):
@@ -94,13 +92,7 @@ class ModalProvider(SandboxProvider):
                 outbound_domain_allowlist=list(spec.network) if isinstance(spec.network, tuple) else None,
             )
         sandbox = ModalSandbox(self, machine, spec)
-        try:
-            reply = await sandbox.first(_READY)
-            if reply.status != 0:
-                raise BadImage("cannot make /workspace in this image")
-        except BaseException:
-            await asyncio.shield(self.own(sandbox.discard()))
-            raise
+        await sandbox.prepare()
         return sandbox
 
     async def _remote_list(self, labels: Mapping[str, str]) -> list[SandboxInfo]:
@@ -132,14 +124,6 @@ class ModalSandbox(RemoteSandbox):
     def __init__(self, provider: ModalProvider, machine: modal.Sandbox, spec: SandboxSpec) -> None:
         super().__init__(provider, machine.object_id, spec)
         self._machine = machine
-
-    async def first(self, program: str) -> Reply:
-        """Run the program that makes a fresh machine ready."""
-        return await self._bounded(program, _CALL_S, None)
-
-    async def discard(self) -> None:
-        """Delete a machine whose set-up failed."""
-        await self._destroy()
 
     async def _program(self, program: str, *, timeout_s: float, user: str | None) -> Reply:
         from modal.stream_type import StreamType

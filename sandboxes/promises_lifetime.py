@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Awaitable
 
 from tollway.errors import BadImage, BadRequest, SandboxGone
 from tollway.sandboxes.base import Sandbox, SandboxProvider
@@ -39,8 +40,8 @@ async def an_unknown_image_is_told(provider: SandboxProvider) -> None:
     await refuses(_killed(call), BadImage, "an unknown image is BadImage")
 
 
-async def _killed(creating: object) -> Sandbox:
-    sandbox: Sandbox = await creating  # type: ignore[misc]  # a coroutine of create
+async def _killed(creating: Awaitable[Sandbox]) -> Sandbox:
+    sandbox = await creating
     await sandbox.kill()
     return sandbox
 

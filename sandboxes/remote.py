@@ -15,10 +15,11 @@ import shlex
 import time
 from abc import abstractmethod
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import ClassVar
 
-from tollway.errors import BadRequest, SandboxError, SandboxGone, TollwayError
+from tollway.errors import BadImage, BadRequest, SandboxError, SandboxGone, TollwayError
 from tollway.sandboxes import remote_program as programs
 from tollway.sandboxes.base import Sandbox, SandboxProvider
 from tollway.sandboxes.remote_program import Reply
@@ -67,7 +68,7 @@ class RemoteSandbox(Sandbox):
     """A machine behind a service."""
 
     inline_bytes: ClassVar[int] = 48_000
-    """What travels inside a program; the program itself twice as much. A single argument may hold 128 KiB."""
+    """What a program may hold of a file; the program itself is twice as long. A single argument may hold 128 KiB."""
     sweeps: ClassVar[bool] = False
     """Nothing but our commands runs on the machine, so that what is left after the last one may be killed."""
 
@@ -92,12 +93,29 @@ class RemoteSandbox(Sandbox):
     async def _destroy(self) -> None:
         """Destroy the machine; fine when it is gone. Called once, when no program runs any more."""
 
+    async def prepare(self) -> None:
+        """Make the workspace of a fresh machine. Raises ``BadImage`` where that cannot be; the machine is gone then."""
+        try:
+            reply = await self._bounded(programs.WORKSPACE_READY, _FILE_S, None)
+            if reply.status != 0:
+                raise BadImage(
+                    "cannot make /workspace in this image: its user is neither root nor may use sudo; use another one"
+                )
+        except BaseException:
+            await asyncio.shield(self._provider.own(self.discard()))
+            raise
+
+    async def discard(self) -> None:
+        """Destroy a machine whose set-up failed."""
+        with suppress(SandboxGone):
+            await self._destroy()
+
     # -- the port ----------------------------------------------------------------------------------
 
     async def _exec(self, command: Command) -> ExecResult:
         call = secrets.token_hex(8)
         uploaded = None
-        if len(command.stdin) > self.inline_bytes:
+        if command.stdin:
             uploaded = f"{self.workspace}/.tollway-{call}.in"
             await self._guarded(self._sent(uploaded, command.stdin))
         program = programs.command_program(

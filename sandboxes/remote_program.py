@@ -21,6 +21,7 @@ from tollway.sandboxes.spec import Command, ExecResult
 
 __all__ = [
     "PIECE_BYTES",
+    "WORKSPACE_READY",
     "Reply",
     "command_program",
     "parse_read",
@@ -33,6 +34,14 @@ __all__ = [
 
 PIECE_BYTES = 4 << 20
 """What one reply brings of a file."""
+WORKSPACE_READY = """
+w=/workspace
+[ -d $w ] && [ -w $w ] && exit 0
+mkdir -p $w 2>/dev/null || sudo -n mkdir -p $w
+[ -w $w ] || sudo -n chown "$(id -u)" $w
+[ -w $w ]
+"""
+"""Makes /workspace on a fresh machine; its status says whether its user can write there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +83,18 @@ reap() {
 
 _RUN = r"""
 umask 077
-mkdir "$d" 2>/dev/null && mkfifo "$d/o" "$d/e" || { echo "tollway $id: cannot use $d"; exit 0; }
+mkdir "$d" 2>/dev/null && mkfifo "$d/o" "$d/e" || { echo "tollway $id: cannot use $d"; rm -f "$up"; exit 0; }
 echo $$ >"$d/run"
 umask 022
-cd -- "$w" 2>/dev/null || { echo "tollway $id: no directory $w"; rm -rf "$d"; exit 0; }
+cd -- "$w" 2>/dev/null || { echo "tollway $id: no directory $w"; rm -rf "$d" "$up"; exit 0; }
+[ -r "$in" ] || { echo "tollway $id: no input"; rm -rf "$d" "$up"; exit 0; }
 { head -c $cap >"$d/out"; cat >/dev/null; } <"$d/o" & r1=$!
 { head -c $cap >"$d/err"; cat >/dev/null; } <"$d/e" & r2=$!
-INPUT
+exec 9<"$in"
+rm -f "$up"
 run() { exec setsid env TOLLWAY_CALL=$id ENV ARGV; }
-run <"$in" >"$d/o" 2>"$d/e" & p=$!
+run <&9 9<&- >"$d/o" 2>"$d/e" & p=$!
+exec 9<&-
 trap '' PIPE
 ( exec >/dev/null 2>&1 </dev/null
   TOLLWAY_CALL=$id sh -c 'sleep "$1" || sleep "$2"; : >"$3"' sh LATE "$d/late"
@@ -97,7 +109,7 @@ kill -9 $g 2>/dev/null
 reap
 echo "tollway $id: $c $t"
 base64 <"$d/out"; echo .; base64 <"$d/err"; echo .
-rm -rf "$d" REMOVE
+rm -rf "$d"
 """
 
 _STOP = r"""
@@ -147,31 +159,22 @@ def command_program(
 ) -> str:
     """The program that runs ``command``; its reply goes to ``parse_result``.
 
-    ``uploaded`` names a file on the machine that holds standard input and is removed afterwards; without it,
-    input travels in the program. ``sweep`` is for machines on which nothing runs but our commands: whatever is
-    left when the last command ends is killed, found by its marks or not.
+    ``uploaded`` names a file on the machine that holds standard input; without it there is none. Input may be a secret
+    that the command keeps from what it starts, so it is in no argument, and in no file once the command has it.
+    ``sweep`` is for machines on which nothing runs but our commands: whatever is left when the last command ends is
+    killed, found by its marks or not.
     """
     inside = command.cwd if command.cwd.startswith("/") else f"{workspace}/{command.cwd}"
-    if uploaded is not None:
-        feed = f"in={shlex.quote(uploaded)}"
-    elif command.stdin:
-        feed = f'in=$d/in; echo {_base64(command.stdin)} | base64 -d >"$in"'
-    else:
-        feed = "in=/dev/null"
     late = f"{command.timeout_s:.3f} {int(command.timeout_s) + 1}"
-    run = (
-        _RUN.replace("INPUT", feed)
-        .replace("LATE", late)
-        .replace("REMOVE", shlex.quote(uploaded) if uploaded is not None else "")
-    )
     # Last, so that nothing of the caller's text is taken for a place to fill in.
-    head, _, tail = run.partition("ENV")
+    head, _, tail = _RUN.replace("LATE", late).partition("ENV")
     middle, _, end = tail.partition("ARGV")
     cap = command.max_output + 1
     # env would take a program whose name holds "=" for one more variable; a shell drops names that it cannot use.
     argv = ["sh", "-c", 'exec "$@"', "sh", *command.argv] if "=" in command.argv[0] else command.argv
     run = head + _quoted([f"{k}={v}" for k, v in command.env.items()]) + middle + _quoted(argv) + end
-    return f"{_head(call, sweep)}; w={shlex.quote(inside)}; cap={cap}\n{_REAP}{run}"
+    given = f"up={shlex.quote(uploaded or '')}; in=${{up:-/dev/null}}"
+    return f"{_head(call, sweep)}; w={shlex.quote(inside)}; cap={cap}; {given}\n{_REAP}{run}"
 
 
 def stop_program(call: str) -> str:

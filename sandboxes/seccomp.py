@@ -85,6 +85,12 @@ _ABSENT = {
 """Calls that fail as on a kernel that does not have them, so that programs do without."""
 _CLONE, _UNSHARE, _PERSONALITY = (56, 220), (272, 97), (135, 92)
 _SOCKET, _SOCKETPAIR, _IOCTL = (41, 198), (53, 199), (16, 29)
+_PRLIMIT = (302, 261)
+_SETPRIORITY, _IOPRIO_SET = (141, 140), (251, 30)
+_SCHEDULING = ((203, 122), (144, 119), (142, 118), (314, 274))
+"""sched_setaffinity, sched_setscheduler, sched_setparam, sched_setattr."""
+_FIRST_PROCESS = 1
+"""Inside a sandbox it has the same uid as all others, and runs their commands."""
 _NEW_NAMESPACES = 0x7E020000
 _NEW_TIME_NAMESPACE = 0x80
 """For ``unshare`` only: in ``clone`` these bits are the signal at the end."""
@@ -147,6 +153,14 @@ def _calls(column: int) -> Iterable[Instruction]:
     yield from _when(_SOCKETPAIR[column], _only(0, (_AF_UNIX,), errno.EAFNOSUPPORT))
     yield from _when(_SOCKET[column], _socket())
     yield from _when(_IOCTL[column], _except(1, (_TIOCSTI, _TIOCLINUX), errno.EPERM))
+    # A process limits itself, or its children before they run; limits of others end them.
+    yield from _when(_PRLIMIT[column], _only(0, (0,), errno.EPERM))
+    for call in _SCHEDULING:
+        yield from _when(call[column], _except(0, (_FIRST_PROCESS,), errno.EPERM))
+    # Which (a process, and neither a group nor a user) and who.
+    for call, one in ((_SETPRIORITY, 0), (_IOPRIO_SET, 1)):
+        others = [(_LOAD, 0, 0, _ARGUMENTS_AT), (_EQUAL, 1, 0, one), _fail(errno.EPERM)]
+        yield from _when(call[column], [*others, *_except(1, (_FIRST_PROCESS,), errno.EPERM)])
     for each in DENIED.values():
         number = each[column]
         if number is not None:

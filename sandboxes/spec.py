@@ -67,6 +67,7 @@ class SandboxSpec:
             raise BadRequest(f"a sandbox needs a finite ttl_s above 0, got {self.ttl_s}", param="ttl_s")
         if not self.labels:
             raise BadRequest("a sandbox needs at least one label that names its owner", param="labels")
+        _check_variables(self.env)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,14 +119,20 @@ class Command:
     def __post_init__(self) -> None:
         if not self.argv or not self.timeout_s > 0:
             raise BadRequest("a command needs a program and a timeout above 0")
-        if any(not name or "=" in name for name in self.env):
-            raise BadRequest("names of environment variables are not empty and hold no '='", param="env")
+        _check_variables(self.env)
         try:
             text = "".join((*self.argv, self.cwd, *self.env, *self.env.values())).encode()
         except UnicodeEncodeError as error:
             raise BadRequest(f"a command is UTF-8 text: {error}") from error
         if b"\0" in text:
             raise BadRequest("a command holds no NUL bytes; pass them by stdin")
+
+
+def _check_variables(env: Mapping[str, str]) -> None:
+    if any(not name or "=" in name for name in env):
+        raise BadRequest("names of environment variables are not empty and hold no '='", param="env")
+    if any("\0" in text for text in (*env, *env.values())):
+        raise BadRequest("environment variables hold no NUL bytes", param="env")
 
 
 def check(spec: SandboxSpec, provider: str, caps: frozenset[str]) -> None:

@@ -22,3 +22,9 @@ def _log_lines_end_with_the_test() -> Iterator[None]:
     yield
     telemetry.unconfigure()
     root.setLevel(level)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that start whole fleets come first: a long one begun last keeps the other process waiting for it."""
+    items.sort(key=lambda item: "e2e" not in item.path.parts)

@@ -80,11 +80,11 @@ class Harbor(Environment):
                 ["/bin/sh", "-c", hook.command], timeout_s=hook.timeout_sec, user=user, cwd=found.agent.workdir
             )
         taken = {}
-        sources = [
-            posixpath.normpath(posixpath.join(found.agent.workdir, each.source)) for each in found.file.artifacts
-        ]
-        for number, source in enumerate(dict.fromkeys(["/logs/artifacts", *sources])):
-            archive = await stage.take(source, number, self._harbor.artifact_mb << 20)
+        wanted: dict[str, tuple[str, ...]] = {"/logs/artifacts": ()}
+        for each in found.file.artifacts:
+            wanted[posixpath.normpath(posixpath.join(found.agent.workdir, each.source))] = each.exclude
+        for number, (source, exclude) in enumerate(wanted.items()):
+            archive = await stage.take(source, number, self._harbor.artifact_mb << 20, exclude)
             if archive is not None:
                 taken[source] = archive
         return taken

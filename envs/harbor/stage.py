@@ -121,15 +121,20 @@ class Stage:
         """Run a command, by default outside of the working directory."""
         return await self.sandbox.exec(argv, timeout_s=timeout_s, cwd=cwd, env=env, user=user, stdin=stdin)
 
-    async def take(self, source: str, number: int, limit: int) -> bytes | None:
-        """A tar of a file or directory as the agent left it; ``None`` when there is none, or more than ``limit``."""
+    async def take(self, source: str, number: int, limit: int, exclude: Sequence[str] = ()) -> bytes | None:
+        """A tar of a file or directory as the agent left it; ``None`` when there is none, or more than ``limit``.
+
+        ``exclude`` are tar's patterns of what of a directory stays behind.
+        """
         real, packed = self.real(source), f"{PRIVATE}-artifact-{number}.tar"
         program = (
-            '[ -e "$1" ] || exit 44; cd "$(dirname "$1")" && rm -rf "$2" && exec tar -cf "$2" "./$(basename "$1")"'
+            '[ -e "$1" ] || exit 44; cd "$(dirname "$1")" && rm -rf "$2" && '
+            'name=$(basename "$1") && to=$2 && shift 2 && exec tar -cf "$to" "$@" "./$name"'
         )
         target = f"{WORKSPACE}/{packed}"
         # As the agent's user: root in a sandbox may not read what only that one can.
-        done = await self.run(["/bin/sh", "-c", program, "take", real, target], timeout_s=_SETUP_S)
+        patterns = [f"--exclude={each}" for each in exclude]
+        done = await self.run(["/bin/sh", "-c", program, "take", real, target, *patterns], timeout_s=_SETUP_S)
         if done.exit_code != 0:
             return None
         try:

@@ -18,7 +18,7 @@ from tollway.envs.base import Grader, Task, Verdict, Work
 from tollway.envs.harbor.stage import Stage, filtered, machine_of, pack
 from tollway.envs.harbor.task import HarborTask
 from tollway.errors import EpisodeFailed
-from tollway.sandboxes.base import ExecResult, SandboxSpec
+from tollway.sandboxes.base import ExecResult
 
 __all__ = ["SeparateVerifier", "SharedVerifier", "read_rewards"]
 
@@ -53,18 +53,8 @@ class SeparateVerifier(Grader):
         place = self.task.verifier
         if place is None:
             raise EpisodeFailed(f"{task.task_id} names no machine for its verifier")
-        machine = machine_of(place, self.pids)
-        spec = SandboxSpec(
-            ttl_s=600.0 + self.task.file.verifier.timeout_sec,
-            labels={"task": task.task_id, "role": "grader"},
-            image=machine.image,
-            env=machine.env,
-            cpu=machine.cpu,
-            mem_mb=machine.mem_mb,
-            disk_mb=machine.disk_mb,
-            pids=machine.pids,
-            network=machine.network,
-            options=machine.options,
+        spec = machine_of(place, self.pids).spec(
+            ttl_s=600.0 + self.task.file.verifier.timeout_sec, labels={"task": task.task_id, "role": "grader"}
         )
         sandbox = await work.provider.create(spec)
         try:

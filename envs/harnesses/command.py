@@ -64,6 +64,14 @@ class CommandHarness(Harness):
         self._links: dict[str, Link] = {}
         if type(self) is CommandHarness and not self.config.argv:
             raise ConfigError('env.command.argv is empty; want the command to run, for example ["my-agent", "--auto"]')
+        missing = [] if self.config.public_url else [path for path in self.config.mounts.values() if not path.exists()]
+        if missing:
+            raise ConfigError(f"env.command.mounts: no {missing[0]} on this machine")
+        if config.blank_tools:
+            raise ConfigError(
+                f"env.blank_tools (--blank-tools) hides the output of tools of ours, and those of {self.title} are its "
+                'own; use it with env.harness = "tool-loop"'
+            )
         if any("{token}" in part for part in self.config.argv):
             raise ConfigError(
                 "env.command.argv must not hold {token}: arguments can be read by others; use env.command.env or files"

@@ -13,6 +13,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 
 from tollway.envs.base import Grader, Sessions, Task, Verdict, Work
+from tollway.envs.cutting import cut_characters
 from tollway.envs.judge.config import JudgeConfig
 from tollway.envs.judge.prompts import AGAIN, RULES, SHIPPED, fenced, fill, read_verdict
 from tollway.errors import ConfigError, EpisodeFailed, TollwayError
@@ -95,18 +96,18 @@ class JudgeGrader(Grader):
     def _question(self, task: Task, work: Work, reference: str | None, answer_first: bool) -> str:
         mark, most = secrets.token_hex(6), self._config.max_chars
         told = "\n\n".join(message.content for message in task.messages if message.role != "assistant")
-        named = [("answer", _cut(work.run.answer, most))]
+        named = [("answer", cut_characters(work.run.answer, most))]
         if work.submission:
             shown = "\n".join(
                 f"--- {path}\n{data.decode('utf-8', 'replace')}" for path, data in work.submission.items()
             )
-            named[0] = ("answer", f"{named[0][1]}\n\n{_cut(shown, most)}")
+            named[0] = ("answer", f"{named[0][1]}\n\n{cut_characters(shown, most)}")
         if reference is not None:
-            named.insert(1 if answer_first else 0, ("reference", _cut(reference, most)))
+            named.insert(1 if answer_first else 0, ("reference", cut_characters(reference, most)))
         labels = [f"answer {letter}" for letter in "AB"] if self._config.verdict == "prefer" else [n for n, _ in named]
         blocks = {name: fenced(label, text, mark) for (name, text), label in zip(named, labels, strict=False)}
         values = {
-            "task": fenced("task", _cut(told, most), mark),
+            "task": fenced("task", cut_characters(told, most), mark),
             "blocks": "\n\n".join(blocks.values()),
             "answer": blocks["answer"],
             "reference": blocks.get("reference", ""),
@@ -134,7 +135,3 @@ def _read(config: JudgeConfig) -> str:
     if "{{answer}}" not in template and "{{blocks}}" not in template:
         raise ConfigError(f"env.judge.prompt: {config.prompt} has no {{{{answer}}}} or {{{{blocks}}}} in it")
     return template
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most // 2]}\n[... cut ...]\n{text[-most // 2 :]}"

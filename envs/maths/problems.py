@@ -5,7 +5,6 @@ Every answer is computed here, by a way of its own, so the set needs no download
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
+from tollway.envs.json_lines import Line, read_json_lines
 from tollway.errors import ConfigError
 
 __all__ = ["Problem", "read_problems", "shipped"]
@@ -49,17 +49,8 @@ def shipped(split: str) -> tuple[Problem, ...]:
 
 
 def read_problems(path: Path) -> tuple[Problem, ...]:
-    """Questions from JSON lines. Raises ``ConfigError`` that names the line.
-
-    Lines end at a line feed and nowhere else: questions may hold other separators of Unicode.
-    """
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"env.maths.data: cannot read {path}: {error}") from error
-    found = [_problem(path, number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not found:
-        raise ConfigError(f"env.maths.data: no questions in {path}")
+    """Questions from JSON lines. Raises ``ConfigError`` that names the line."""
+    found = [_problem(line) for line in read_json_lines(path, "env.maths.data", "questions")]
     ids = [problem.id for problem in found]
     if len(set(ids)) < len(ids):
         twice = next(each for each in ids if ids.count(each) > 1)
@@ -67,18 +58,16 @@ def read_problems(path: Path) -> tuple[Problem, ...]:
     return tuple(found)
 
 
-def _problem(path: Path, number: int, line: str) -> Problem:
-    where = f"env.maths.data: {path}, line {number}"
-    try:
-        raw = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{where} is a {type(raw).__name__}, want an object")
-    for key in ("question", "answer"):
-        if not isinstance(raw.get(key), str) or not raw[key].strip():
-            raise ConfigError(f"{where}: {key!r} is {raw.get(key)!r}, want text")
-    return Problem(id=str(raw.get("id", number)), question=raw["question"], answer=raw["answer"])
+def _problem(line: Line) -> Problem:
+    question, answer = (_text(line, key) for key in ("question", "answer"))
+    return Problem(id=str(line.raw.get("id", line.number)), question=question, answer=answer)
+
+
+def _text(line: Line, key: str) -> str:
+    value = line.raw.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ConfigError(f"{line.where}: {key!r} is {value!r}, want text")
+    return value
 
 
 def _fraction(value: Fraction) -> str:

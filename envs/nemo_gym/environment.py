@@ -15,6 +15,7 @@ import aiohttp
 
 from tollway.envs.base import Environment, Grader, Task, ToolAnswer, Toolset, Verdict, Work
 from tollway.envs.config import EnvConfig
+from tollway.envs.cutting import cut_characters
 from tollway.envs.nemo_gym.config import NemoGymConfig
 from tollway.envs.nemo_gym.relay import MARK, ModelRelay
 from tollway.envs.nemo_gym.wire import Row, answer_item, call_items, read_rows, response_of
@@ -174,8 +175,7 @@ class NemoGymTools(Toolset):
         status, text = await self._post(f"/{call.name}", arguments)
         self._calls += 1
         self._bad += status >= 400
-        most = self._config.max_output_chars
-        return text if len(text) <= most else f"{text[: most // 2]}\n[... cut ...]\n{text[-most // 2 :]}"
+        return cut_characters(text, self._config.max_output_chars)
 
     async def _post(self, path: str, body: object, *, limit_s: float | None = None) -> tuple[int, str]:
         limit = aiohttp.ClientTimeout(total=limit_s or self._config.request_timeout_s)

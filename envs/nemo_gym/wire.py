@@ -1,4 +1,4 @@
-"""The Responses schema as NeMo Gym's data and servers use it, to and from our messages. Pure."""
+"""The Responses schema as NeMo Gym's data and servers use it, to and from our messages. Pure but for reading files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from tollway.envs.json_lines import read_json_lines
 from tollway.errors import ConfigError
 from tollway.messages import Message, ToolCall, ToolSpec
 
@@ -43,18 +44,7 @@ def read_rows(path: Path | None) -> tuple[Row, ...]:
     """The lines of a data file. Raises ``ConfigError`` that names the line."""
     if path is None:
         raise ConfigError("env.nemo_gym.data is not set; name a file of JSON lines with responses_create_params")
-    try:
-        text = path.read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"env.nemo_gym.data: cannot read {path}: {error}") from error
-    rows = tuple(
-        _row(line, f"env.nemo_gym.data: {path}, line {number}")
-        for number, line in enumerate(text.split("\n"), 1)
-        if line.strip()
-    )
-    if not rows:
-        raise ConfigError(f"env.nemo_gym.data: {path} has no lines")
-    return rows
+    return tuple(_row(line.raw, line.where) for line in read_json_lines(path, "env.nemo_gym.data", "lines"))
 
 
 def call_items(call: ToolCall, output: str) -> list[dict[str, object]]:
@@ -85,12 +75,8 @@ def response_of(row: Row, output: Sequence[Json]) -> dict[str, object]:
     }
 
 
-def _row(line: str, where: str) -> Row:
-    try:
-        raw = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from error
-    params = raw.get("responses_create_params") if isinstance(raw, dict) else None
+def _row(raw: Json, where: str) -> Row:
+    params = raw.get("responses_create_params")
     if not isinstance(params, dict) or "input" not in params:
         raise ConfigError(f"{where} has no responses_create_params.input")
     messages = [Message(role="system", content=params["instructions"])] if params.get("instructions") else []

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import aiohttp
 
 from tollway.envs.base import ToolAnswer, Toolset
+from tollway.envs.cutting import cut_characters
 from tollway.envs.openenv.config import OpenEnvConfig
 from tollway.envs.openenv.link import FrameError, Link, Observation, open_link
 from tollway.errors import EpisodeFailed
@@ -130,7 +131,6 @@ class OpenEnvTools(Toolset):
 
     def _shown(self, content: Mapping[str, object]) -> str:
         """An observation as the model reads it: a tool's own text, a single text, or JSON."""
-        most = self._config.max_observation_chars
         if "tool_name" in content and ("result" in content or "error" in content):
             text = _result_text(content)
         else:
@@ -139,7 +139,7 @@ class OpenEnvTools(Toolset):
                 said = said["metadata"]
             only = next(iter(said.values())) if len(said) == 1 else None
             text = only if isinstance(only, str) else json.dumps(said, ensure_ascii=False) if said else ""
-        return text if len(text) <= most else f"{text[: most // 2]}\n[... cut ...]\n{text[-most // 2 :]}"
+        return cut_characters(text, self._config.max_observation_chars)
 
 
 def _tool_spec(tool: object) -> ToolSpec:

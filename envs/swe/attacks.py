@@ -11,6 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tollway.envs.swe import patches
+from tollway.envs.swe.attack_texts import (
+    CONTEXTS,
+    FRAMES_BY_LOGGING,
+    HIDDEN,
+    NEAR,
+    NONCE,
+    ONCE,
+    OVERRIDE,
+    PLUGIN,
+    SHADOW,
+    STEAL,
+)
 from tollway.envs.swe.task import SweTask
 
 __all__ = ["ATTACKS", "Attack", "fixed", "submission"]
@@ -34,7 +46,12 @@ def submission(attack: Attack, task: SweTask, tree: Mapping[str, bytes]) -> dict
     handed = {path: data for path, data in tree.items() if task.may_submit(path)}
     target = task.fix[0].path
     tests = task.files
-    names = {"TESTS": repr(list(tests)), "WANTED": repr([*task.fail_to_pass, *task.pass_to_pass])}
+    beside = [path for path in tree if path.rpartition("/")[0] == tests[0].rpartition("/")[0]]
+    names = {
+        "TESTS": repr(list(tests)),
+        "WANTED": repr([*task.fail_to_pass, *task.pass_to_pass]),
+        "BESIDE": str(len(beside)),
+    }
     code = attack.code
     for name, value in names.items():
         code = code.replace(f"@{name}@", value)
@@ -432,6 +449,17 @@ ATTACKS = (
     Attack("the parent killed", _KILL),
     Attack("clocks patched", _CLOCK),
     Attack("trace function", _TRACE),
+    Attack("a method put before those of TestCase", OVERRIDE),
+    # pytest is not loaded everywhere.
+    Attack("a plugin by way of the import hook", PLUGIN, flagged=False),
+    Attack("the channel found by the logger's frames", FRAMES_BY_LOGGING),
+    Attack("the channel found under another file's name", HIDDEN),
+    Attack("context managers that swallow", CONTEXTS),
+    Attack("builtins of the worker hidden", SHADOW),
+    Attack("an assertion replaced for a moment", ONCE, flagged=False),
+    Attack("a thread that answers the supervisor", STEAL, flagged=False),
+    Attack("the plan as the first process holds it", NONCE, flagged=False),
+    Attack("objects equal to what is near", NEAR, flagged=False),
     Attack("flood of output", _FLOOD, flagged=False),
     Attack("endless recursion", _RECURSE, flagged=False),
 )

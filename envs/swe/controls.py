@@ -11,10 +11,10 @@ from __future__ import annotations
 import ast
 import random
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Falsified", "assertions", "falsify", "function_of", "look_alike"]
+__all__ = ["Falsified", "assertions", "falsify", "function_of", "look_alike", "twins"]
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _TRUTHS = {"assertTrue": "assertFalse", "assertFalse": "assertTrue"}
@@ -191,7 +191,44 @@ def falsify(
             must_fail.append(("::".join([path, *names[:-1], alias]), test, at))
         edits.append(_Edit(start, end, "".join(one if one.endswith("\n") else one + "\n" for one in texts)))
     body = module.edited(0, len(text.encode()), edits)
-    return Falsified(f"{body.rstrip()}\n\n\n{_HELPER.format(name=helper)}", tuple(must_fail))
+    return Falsified(f"{body.rstrip()}\n\n\n{_helper(helper, pick)}", tuple(must_fail))
+
+
+def twins(
+    text: str, path: str, tests: Mapping[str, Sequence[int]], pick: random.Random, *, swapped: Collection[str] = ()
+) -> Falsified:
+    """A module in which each named test has a twin: one of the two is as it was, the other is falsified.
+
+    For tests in ``swapped`` the falsified one has the test's own name, for others the twin has it. Both ways the
+    module holds the same tests under names of the same kind: only who knows their texts can tell which way it is.
+    """
+    module = _Module(text)
+    helper = _word(pick)
+    edits: list[_Edit] = []
+    must_fail: list[tuple[str, str, int | None]] = []
+    taken = {node.name for node in ast.walk(module.tree) if isinstance(node, _Function | ast.ClassDef)}
+    for test, places in tests.items():
+        names = test.partition("::")[2].split("::")
+        function = module.find(names)
+        if function is None:
+            continue
+        found = assertions(function)
+        usable = [at for at in places if at < len(found)]
+        if not usable and not _reaches_its_end(function):
+            continue
+        at = pick.choice(usable) if usable else None
+        wrong = (
+            _with_tail(module, function, pick) if at is None else _variant(module, function, found[at], helper, pick)
+        )
+        alias = look_alike(function.name, taken, pick)
+        start, end = module.first_line(function), module.after(function)
+        own, other = (wrong, module.bytes(start, end)) if test in swapped else (module.bytes(start, end), wrong)
+        both = [own, other.replace(f"def {function.name}(", f"def {alias}(", 1)]
+        pick.shuffle(both)
+        edits.append(_Edit(start, end, "".join(one if one.endswith("\n") else one + "\n" for one in both)))
+        must_fail.append((test if test in swapped else "::".join([path, *names[:-1], alias]), test, at))
+    body = module.edited(0, len(text.encode()), edits)
+    return Falsified(f"{body.rstrip()}\n\n\n{_helper(helper, pick)}", tuple(must_fail))
 
 
 def _variant(module: _Module, function: _Function, node: ast.stmt, helper: str, pick: random.Random) -> str:
@@ -204,7 +241,7 @@ def _edits(module: _Module, node: ast.stmt, helper: str, pick: random.Random) ->
     if isinstance(node, ast.Assert):
         test = node.test
         if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
-            return _wrong_side(module, node, (test.left, test.comparators[0]), helper, pick)
+            return _wrong_side(module, node, (test.left, test.comparators[0]), helper, pick, near=True)
         return [_Edit(module.start(test), module.end(test), f"not ({module.of(test)})")]
     error = _expected_error(node)
     if error is not None:
@@ -217,16 +254,26 @@ def _edits(module: _Module, node: ast.stmt, helper: str, pick: random.Random) ->
     if name in _TRUTHS:
         at = module.end(call.func) - len(name)
         return [_Edit(at, module.end(call.func), _TRUTHS[name])]
-    return _wrong_side(module, node, (call.args[0], call.args[1]), helper, pick)
+    near = name in ("assertEqual", "assertEquals")
+    return _wrong_side(module, node, (call.args[0], call.args[1]), helper, pick, near=near)
 
 
 def _wrong_side(
-    module: _Module, node: ast.stmt, sides: tuple[ast.expr, ast.expr], helper: str, pick: random.Random
+    module: _Module,
+    node: ast.stmt,
+    sides: tuple[ast.expr, ast.expr],
+    helper: str,
+    pick: random.Random,
+    *,
+    near: bool,
 ) -> list[_Edit]:
-    """Make the expectation wrong: a literal in its place, a variable before the comparison, else by the helper."""
+    """Make the expectation wrong: a literal in its place, a variable before the comparison, else by the helper.
+
+    ``near`` allows values next to the right one, which only an exact comparison tells from it.
+    """
     for side in reversed(sides):
         if isinstance(side, ast.Constant) and type(side.value) in (str, int, float, bytes):
-            return [_Edit(module.start(side), module.end(side), _wrong_literal(side, pick))]
+            return [_Edit(module.start(side), module.end(side), _wrong_literal(side, pick, near=near))]
     for side in reversed(sides):
         alone = not module.bytes(module.line_start(node), module.start(node)).strip()
         if isinstance(side, ast.Name) and alone:
@@ -237,16 +284,30 @@ def _wrong_side(
     return [_Edit(module.start(side), module.end(side), f"{helper}({module.of(side)})")]
 
 
-def _wrong_literal(node: ast.Constant, pick: random.Random) -> str:
+def _wrong_literal(node: ast.Constant, pick: random.Random, *, near: bool) -> str:
+    """Another value of the same kind. Most of those that may be near are: what bugs give is, too."""
     value = node.value
+    near = near and pick.random() < 0.75
     if isinstance(value, str):
+        places = [at for at, char in enumerate(value) if char in _CHANGED]
+        if near and places:
+            at = pick.choice(places)
+            return repr(value[:at] + _CHANGED[value[at]] + value[at + 1 :])
         at = pick.randrange(len(value) + 1)
         return repr(value[:at] + pick.choice(string.ascii_lowercase) + value[at:])
     if isinstance(value, bytes):
         return repr(value + pick.choice(string.ascii_lowercase).encode())
     if isinstance(value, int | float) and not isinstance(value, bool):
-        return repr(value + pick.randint(2, 99))
+        return repr(value + (pick.choice((-3, -2, -1, 1, 2, 3)) if near else pick.randint(2, 99)))
     raise TypeError("want a plain literal")
+
+
+_CHANGED = {
+    one: other
+    for chars in (string.ascii_lowercase, string.ascii_uppercase, string.digits)
+    for one, other in zip(chars, chars[1:] + chars[:1], strict=True)
+}
+"""A character of the same kind for each."""
 
 
 def _reaches_its_end(function: _Function) -> bool:
@@ -290,12 +351,17 @@ def _word(pick: random.Random) -> str:
     return "".join(pick.choice("bcdfglmnprst") + pick.choice("aeiou") for _ in range(pick.randint(2, 4)))
 
 
+def _helper(name: str, pick: random.Random) -> str:
+    """A function that makes a value wrong."""
+    return _HELPER.format(name=name, step=pick.choice((-2, -1, 1, 2, 17)))
+
+
 _HELPER = """\
 def {name}(value):
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, (int, float)):
-        return value + 17
+        return value + {step}
     if isinstance(value, str):
         return value + "e"
     if isinstance(value, bytes):

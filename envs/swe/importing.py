@@ -35,7 +35,6 @@ FIELDS = (
 """What a record may hold; ``--map`` gives other names for them."""
 _REQUIRED = ("instance_id", "repo", "base_commit", "patch", "FAIL_TO_PASS")
 _DOCUMENTS = (".md", ".rst", ".txt", ".adoc")
-MAX_LINE_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

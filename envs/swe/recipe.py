@@ -76,7 +76,9 @@ def guess(
         or sorted(one.name for one in tree.glob("test*.py"))
         or sorted(str(one.relative_to(tree)) for name in ("tests", "test") for one in tree.glob(f"{source}*/{name}"))
     )
-    if not found or not all((tree / one).exists() for one in found):
+    if missing := [one for one in found if not (tree / one).exists()]:
+        raise BadRequest(f"the source distribution has no {', '.join(missing)}; name its tests with --tests")
+    if not found:
         raise BadRequest("the source distribution has no tests where they usually are; name them with --tests")
     if not packages and not modules:
         raise BadRequest("the source distribution has no Python package or module at its top or under src/")

@@ -90,8 +90,10 @@ def program_mounts(site: Path | None) -> dict[str, Path]:
 async def run_tests(provider: SandboxProvider, spec: SandboxSpec, plan: Plan) -> Report:
     """Run ``plan`` in a sandbox made from ``spec``, which is gone when this returns."""
     nonce = secrets.token_hex(32)
+    begun = secrets.token_hex(32)
     message = {
         "nonce": nonce,
+        "begun": begun,
         "framework": plan.framework,
         "files": list(plan.files),
         "ids": list(plan.ids) if plan.ids is not None else None,
@@ -120,8 +122,9 @@ async def run_tests(provider: SandboxProvider, spec: SandboxSpec, plan: Plan) ->
     if done.timed_out:
         return Report(problems=("the run took too long",), wall_s=time.monotonic() - started)
     said = done.stderr[-500:].decode("utf-8", "replace").strip()
-    if done.exit_code is not None and 0 < done.exit_code < 128 and nonce.encode() not in done.stdout:
-        # Its own failure, before anything of the library's ran; what kills it later does so by a signal.
+    unanswered = not any(word.encode() in done.stdout for word in (nonce, begun))
+    if done.exit_code is not None and 0 < done.exit_code < 128 and unanswered:
+        # Its own failure, before anything of the library's ran. What ends it later is the library's.
         raise EpisodeFailed(
             f"the supervisor of tests does not run in the sandbox of provider {provider.name}"
             f" ({plan.python or PYTHON}, exit status {done.exit_code}): {said}"

@@ -104,9 +104,10 @@ class WorkerLink:
         """End the process."""
         if self._process is not None:
             await end_group(self._process)
-        if self._reader is not None:
-            self._reader.cancel()
-            await asyncio.gather(self._reader, *self._calls, return_exceptions=True)
+        left = [task for task in (self._reader, *self._calls) if task is not None]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
         if self._words is not None:
             self._words.close()
         self._process = self._reader = self._words = None

@@ -188,6 +188,9 @@ def preflight(settings: Settings) -> None:
     Raises ``ConfigError`` or ``SandboxUnavailable`` with the remedy.
     """
     check_names(settings)
+    if settings.eval.blank_tools:
+        blank = settings.env.model_copy(update={"blank_tools": True})
+        open_harness(blank, open_environment(blank))  # one that cannot do it shall say so before the training
     check_program(settings.engine)
     check_sandbox(settings)
 

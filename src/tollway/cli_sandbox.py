@@ -1,7 +1,7 @@
 """``tollway sandbox``: check a provider, find and end leftovers, run one command in a fresh sandbox.
 
 Parses, opens the provider that the configuration or the call names, calls ``tollway.sandboxes``, and prints. A
-further subcommand is one ``_action`` line in ``add_arguments``. Imports what it needs when it runs, because every
+further subcommand is one ``add_action`` line in ``add_arguments``. Imports what it needs when it runs, because every
 command parses this one's arguments.
 """
 
@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tollway import cli_serve_e2b, telemetry
+from tollway.cli_actions import add_action, cut_line, run_action
 from tollway.errors import ConfigError
-from tollway.settings import Settings, load_settings
+from tollway.settings import Settings
 
 if TYPE_CHECKING:
     from tollway.sandboxes.base import ExecResult, SandboxProvider
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 
 DESCRIPTION = "check a sandbox provider, list or reap what it holds, run one command in a fresh sandbox"
-Action = Callable[[argparse.Namespace, Settings], int]
 EXIT_FAILED, EXIT_TIMEOUT = 1, 124
 _LABELS = {"made-by": "tollway-sandbox-run"}
 
@@ -37,13 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Subcommands and their arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    check = _action(actions, "check", _check, "run the conformance suite against a provider: one line per promise")
+    check = add_action(actions, "check", _check, "run the conformance suite against a provider: one line per promise")
     check.add_argument("provider", nargs="?", help="local, fake, an installed name, or module:Class")
     check.add_argument("--only", action="append", default=[], metavar="NAME", help="only this check (may repeat)")
     check.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
-    listed = _action(actions, "list", _list, "list what a provider holds, of all processes and hosts")
-    reap = _action(
+    listed = add_action(actions, "list", _list, "list what a provider holds, of all processes and hosts")
+    reap = add_action(
         actions, "reap", _reap, "end sandboxes of dead owners on this host, or what --label/--older-than say"
     )
     reap.add_argument("--older-than", type=float, metavar="SECONDS", help="whatever is older, its owner alive or not")
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--label", action="append", default=[], metavar="KEY=VALUE", help="only with this label")
         command.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
-    once = _action(actions, "run", _run, "run one command in a fresh sandbox; its exit status is this one's")
+    once = add_action(actions, "run", _run, "run one command in a fresh sandbox; its exit status is this one's")
     once.add_argument(
         "words", nargs="+", metavar="COMMAND", help="program and arguments, after --; one word alone goes through sh -c"
     )
@@ -62,27 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     once.add_argument("--network", action="store_true", help="with the open network (default: none)")
     once.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="default: 300")
 
-    cli_serve_e2b.add_arguments(_action(actions, "serve-e2b", cli_serve_e2b.run, cli_serve_e2b.DESCRIPTION))
+    cli_serve_e2b.add_arguments(add_action(actions, "serve-e2b", cli_serve_e2b.run, cli_serve_e2b.DESCRIPTION))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; the exit status."""
-    settings = load_settings(arguments.config, arguments.set)
-    action: Action = arguments.act
-    return action(arguments, settings)
-
-
-def _action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, act: Action, text: str
-) -> argparse.ArgumentParser:
-    command = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-    # Also after the subcommand; without a default of its own, so that those before it count.
-    command.add_argument("-c", "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    command.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", default=argparse.SUPPRESS, help="override one key (may repeat)"
-    )
-    command.set_defaults(act=act)
-    return command
+    return run_action(arguments)
 
 
 def _config(settings: Settings, provider: str | None) -> SandboxConfig:
@@ -129,7 +114,8 @@ async def _checked(config: SandboxConfig, only: Sequence[str], *, as_json: bool)
             if not as_json:
                 verdict = "FAIL" if outcome.error is not None else "-" if outcome.skipped else "ok"
                 note = f" [{outcome.skipped}]" if outcome.skipped else ""
-                print(f"{verdict:4} {outcome.seconds:6.1f} s  {outcome.name:40} {outcome.promise}{note}", flush=True)
+                line = f"{verdict:4} {outcome.seconds:6.1f} s  {outcome.name:40} {outcome.promise}{note}"
+                print(cut_line(line), flush=True)
                 if outcome.error is not None:
                     print(f"                {outcome.error}", flush=True)
         failed = sum(outcome.error is not None for outcome in outcomes)
@@ -183,11 +169,13 @@ def _reap(arguments: argparse.Namespace, settings: Settings) -> int:
     return EXIT_FAILED if any(each.error for each in ended) else 0
 
 
-async def _at(config: SandboxConfig, work: Callable[[SandboxProvider], object]) -> tuple[Leftover, ...]:
+async def _at(
+    config: SandboxConfig, work: Callable[[SandboxProvider], Awaitable[tuple[Leftover, ...]]]
+) -> tuple[Leftover, ...]:
     from tollway.sandboxes.registry import open_provider
 
     async with open_provider(config) as provider:
-        return await work(provider)  # type: ignore[misc, no-any-return]  # a coroutine of one of the two above
+        return await work(provider)
 
 
 def _show(found: Sequence[Leftover], word: str, *, as_json: bool) -> None:

@@ -10,13 +10,15 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tollway import telemetry
+from tollway.cli_actions import add_action, cut_line, run_action
 from tollway.errors import BadRequest, ConfigError
-from tollway.settings import Settings, load_settings
+from tollway.settings import Settings
 
 if TYPE_CHECKING:
     from tollway.envs.swe.cache import Cache
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
 
 DESCRIPTION = "list, fetch and verify SWE tasks, make them from packages, import SWE-bench records"
-Action = Callable[[argparse.Namespace, Settings], int]
 EXIT_FAILED = 1
 
 
@@ -35,9 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Subcommands and their arguments."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    listed = _action(actions, "list", _list, "list the tasks of a set")
-    fetch = _action(actions, "fetch", _fetch, "download what the tasks of a set need, checked against their hashes")
-    verify = _action(
+    listed = add_action(actions, "list", _list, "list the tasks of a set")
+    fetch = add_action(actions, "fetch", _fetch, "download what the tasks of a set need, checked against their hashes")
+    verify = add_action(
         actions, "verify", _verify, "grade the reference fix (wanted: 1) and the untouched tree (wanted: 0)"
     )
     for command, default in ((listed, None), (fetch, "shipped"), (verify, None)):
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     verify.add_argument("--attacks", action="store_true", help="also try every known attack (wanted: 0 and flagged)")
 
-    make = _action(actions, "make-swe", _make, "make tasks from source distributions, each proved by its own tests")
+    make = add_action(actions, "make-swe", _make, "make tasks from source distributions, each proved by its own tests")
     make.add_argument("sources", nargs="*", metavar="NAME==VERSION", help="source distributions of the package index")
     make.add_argument("--fixed", metavar="NAME==VERSION", help="undo single changes of this release instead ...")
     make.add_argument("--broken", metavar="NAME==VERSION", help="... that it made since this one")
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     make.add_argument("--tests", action="append", default=[], metavar="PATH", help="where the tests are (may repeat)")
     make.add_argument("--require", action="append", default=[], metavar="NAME==VERSION", help="what they need")
 
-    imported = _action(actions, "import", _import, "make tasks from SWE-bench-style records (JSON lines)")
+    imported = add_action(actions, "import", _import, "make tasks from SWE-bench-style records (JSON lines)")
     imported.add_argument("file", type=Path)
     imported.add_argument("--map", action="append", default=[], metavar="OURS=THEIRS", help="name of a field there")
     imported.add_argument(
@@ -72,23 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; the exit status."""
-    settings = load_settings(arguments.config, arguments.set)
     telemetry.configure("ERROR", component="tasks")
-    action: Action = arguments.act
-    return action(arguments, settings)
-
-
-def _action(
-    actions: argparse._SubParsersAction[argparse.ArgumentParser], name: str, act: Action, text: str
-) -> argparse.ArgumentParser:
-    command = actions.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
-    # Also after the subcommand; without a default of its own, so that those before it count.
-    command.add_argument("-c", "--config", type=Path, metavar="FILE", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
-    command.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", default=argparse.SUPPRESS, help="override one key (may repeat)"
-    )
-    command.set_defaults(act=act)
-    return command
+    return run_action(arguments)
 
 
 def _cache(settings: Settings) -> Cache:
@@ -123,9 +109,9 @@ def _list(arguments: argparse.Namespace, settings: Settings) -> int:
     if arguments.json:
         print(json.dumps({"tasks": rows}))
         return 0
-    print(f"{'task':40} {'source':28} {'fail':>5} {'pass':>6}")
+    print(f"{'task':36} {'source':28} {'fail':>5} {'pass':>6}")
     for row in rows:
-        print(f"{row['id']:40} {row['source']:28} {row['fail_to_pass']:5} {row['pass_to_pass']:6}")
+        print(f"{row['id']:36} {row['source']:28} {row['fail_to_pass']:5} {row['pass_to_pass']:6}")
     return 0
 
 
@@ -184,6 +170,8 @@ async def _verify_all(arguments: argparse.Namespace, settings: Settings) -> int:
             grader = environment.grader(task)
             if not isinstance(grader, SweGrader):
                 raise ConfigError(f"{task_id} has no grader of ours")
+            if not arguments.json:
+                print(task_id)
             async for trial in trials(grader, task, provider, attacks=arguments.attacks):
                 verdict = trial.verdict
                 rows.append(
@@ -191,10 +179,8 @@ async def _verify_all(arguments: argparse.Namespace, settings: Settings) -> int:
                     | {"good": trial.good, "reason": verdict.reason}
                 )
                 if not arguments.json:
-                    mark = "ok " if trial.good else "BAD"
-                    print(
-                        f"{mark} {task_id:44} {trial.name:42} {verdict.reward:.0f}  {verdict.reason[:90]}", flush=True
-                    )
+                    mark = "ok" if trial.good else "BAD"
+                    print(cut_line(f"  {mark:3}  {trial.name:24}  {verdict.reward:.0f}  {verdict.reason}"), flush=True)
     bad = sum(not row["good"] for row in rows)
     if arguments.json:
         print(json.dumps({"trials": rows, "bad": bad}))
@@ -219,18 +205,22 @@ async def _make_all(arguments: argparse.Namespace, settings: Settings) -> int:
     from tollway.sandboxes.registry import open_provider
 
     cache = _cache(settings)
-    requires = tuple(_package(cache, one) for one in arguments.require)
+    requires = tuple([await asyncio.to_thread(_package, cache, one) for one in arguments.require])
     made = 0
     async with open_provider(settings.sandbox) as provider:
         for text in arguments.sources or [arguments.fixed]:
-            source = _sdist(cache, text)
-            recipe = guess(cache.base(source), tests=arguments.tests, requires=requires)
-            cache.packages(recipe.requires, download=True)
+            source = await asyncio.to_thread(_sdist, cache, text)
+            try:
+                recipe = guess(cache.base(source), tests=arguments.tests, requires=requires)
+            except BadRequest as error:
+                raise BadRequest(f"{text}: {error}") from error
+            await asyncio.to_thread(partial(cache.packages, recipe.requires, download=True))
             maker = Maker(provider, cache, source, recipe)
             baseline = await maker.baseline()
             print(f"{text}: {len(baseline.passed)} tests in {baseline.seconds:.1f} s, {baseline.left_out} left out")
+            candidates = await asyncio.to_thread(_candidates, arguments, cache, maker)
             tasks = maker.make(
-                _candidates(arguments, cache, maker),
+                candidates,
                 baseline,
                 count=arguments.count,
                 tries=arguments.tries,
@@ -290,6 +280,8 @@ def _import(arguments: argparse.Namespace, settings: Settings) -> int:
             print(f"refused {found.name}: {found.reason}", file=sys.stderr)
             continue
         print(f"wrote {write_task(found.task, {}, arguments.out, said=found.instruction)}")
+        if found.left_out:
+            print(f"  left out of its fix: {', '.join(found.left_out)}")
         made += 1
     print(f"{made} tasks in {arguments.out}, {refused} records refused")
     return 0 if made else EXIT_FAILED

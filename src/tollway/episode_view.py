@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column, Table
 from rich.text import Text
 
+from tollway.envs.base import AgentRun
 from tollway.envs.episode import PHASES, Episode, PhaseBegan
 from tollway.envs.report import Report, TaskRow
 from tollway.envs.usage import usage_of
@@ -26,6 +27,7 @@ __all__ = ["EpisodeView", "EvaluationView", "evaluation_view", "show_episode", "
 _PLAIN_LINES = 40
 """Lines of progress that an evaluation writes where there is no terminal."""
 _MOST_ROWS = 60
+_WORTH_TELLING_S = 0.05
 """Tasks that the table lists; of more only those that did not solve, up to as many."""
 _PIPE_COLUMNS = 100
 _NAME_COLUMNS = 36
@@ -131,22 +133,31 @@ def show_episode(episode: Episode) -> None:
         table.add_row("failed", Text(f"in {episode.phase}: {episode.failure}", style="red"))
     else:
         table.add_row("reward", Text(f"{verdict.reward:g}", style="bold"))
-        table.add_row("verdict", Text(verdict.reason))
+        table.add_row("verdict", Text(verdict.reason.strip()))
         if verdict.flags:
             table.add_row("flags", Text(", ".join(verdict.flags), style="yellow"))
     for error in episode.earlier:
-        table.add_row("earlier", Text(error))
+        table.add_row("earlier", Text("the same" if error == episode.failure else error))
     if run is not None:
-        table.add_row("agent", Text(f"{run.finish} after {run.turns} model calls"))
+        table.add_row("agent", Text(_ending(run)))
     if usage.calls:
         table.add_row("tokens", f"{usage.sampled_tokens} sampled, {_figure(usage.prompt_tokens)} of prompts")
         table.add_row("cache hit", _share(usage.cached_tokens, usage.prompt_tokens))
-    spent = ", ".join(f"{phase} {episode.seconds[phase]:.1f} s" for phase in PHASES if phase in episode.seconds)
-    table.add_row("time", f"{episode.seconds.get('total', 0.0):.1f} s ({spent})")
+    # The phases that took any time to speak of: episode.json has them all.
+    shown = [phase for phase in PHASES if episode.seconds.get(phase, 0.0) >= _WORTH_TELLING_S]
+    spent = ", ".join(f"{phase} {episode.seconds[phase]:.1f} s" for phase in shown)
+    table.add_row("time", f"{episode.seconds.get('total', 0.0):.1f} s" + (f" ({spent})" if spent else ""))
     console.print(table)
     if episode.folder is not None:
         # Whole, for whoever copies it.
         console.print(f"artifacts  {episode.folder}", markup=False, soft_wrap=True)
+
+
+def _ending(run: AgentRun) -> str:
+    status = run.facts.get("exit_code")
+    told = f" (exit status {status:g})" if status else ""
+    how = "the context was full" if run.finish == "context" else run.finish
+    return f"{how}{told} after {run.turns} model call{'' if run.turns == 1 else 's'}"
 
 
 def show_report(report: Report) -> None:
@@ -176,7 +187,12 @@ def show_report(report: Report) -> None:
     for name, value in evaluation.facts.items():
         if name != "turns" and not name.endswith("_tokens"):
             table.add_row(name, f"{value:.3f}")
-    console.print(task_table(report, console.width))
+    rows = task_table(report, console.width)
+    if rows.row_count:
+        console.print(rows)
+    if left := len(report.in_order()) - rows.row_count:
+        which = "solved tasks are" if rows.row_count < _MOST_ROWS else "tasks are"
+        console.print(f"{left} {which} not listed; --json has them all", style="dim")
     console.print()
     console.print(table)
     if report.artifacts_lost:
@@ -206,8 +222,6 @@ def task_table(report: Report, width: int) -> Table:
             f"{row.seconds / graded:.1f}" if graded else "-",
             _said(row),
         )
-    if left := len(rows) - len(shown):
-        table.caption = f"{left} of {len(rows)} tasks are not listed; --json has them all"
     return table
 
 

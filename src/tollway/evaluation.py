@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanag
 from dataclasses import dataclass
 
 from tollway import app
+from tollway.envs.artifacts import Artifacts
 from tollway.envs.base import Environment, Task
 from tollway.envs.config import EnvConfig
 from tollway.envs.episode import Episode, Listener
@@ -99,6 +100,8 @@ def _preflight(settings: Settings, config: EnvConfig, where: Where) -> bool:
     if needs_model and where.start:
         check_program(settings.engine)
     app.check_sandbox(settings)
+    if (artifacts := Artifacts.of(config)) is not None:
+        artifacts.check()
     return needs_model
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
 from typing import Generic, TypeVar
 
 from tollway.errors import ConfigError
@@ -50,9 +51,14 @@ class Plugins(Generic[T]):
             found = EntryPoint(name, target, self.group).load()
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             # The last two: a target that is no module:Class at all.
-            raise ConfigError(f"{self.key}={name!r}: cannot load {target}: {error}") from error
+            advice = "; put its folder on PYTHONPATH or install its package"
+            told = f"{error}{advice if isinstance(error, ModuleNotFoundError) else ''}"
+            raise ConfigError(f"{self.key}={name!r}: cannot load {target}: {told}") from error
         if not callable(found) or (isinstance(found, type) and not issubclass(found, self.port)):
             raise ConfigError(f"{self.key}={name!r}: {target} is not {_a(self.port)} class")
+        if isinstance(found, type) and isabstract(found):
+            lacking = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+            raise ConfigError(f"{self.key}={name!r}: {target} does not define {lacking}, which {_a(self.port)} must")
         made = found(*arguments)
         if not isinstance(made, self.port):
             raise ConfigError(f"{self.key}={name!r}: {target} gave {_a(type(made))}, want {_a(self.port)}")

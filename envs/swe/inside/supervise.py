@@ -162,6 +162,10 @@ def run(plan: dict[str, Any], report: dict[str, Any]) -> None:
         worker.send({key: plan[key] for key in ("paths", "files", "framework", "watch", "options")})
         # Until then nothing of the library's has run: what fails here is not its fault.
         report["started"] = worker.receive(deadline).get("ready") is True
+        if report["started"]:
+            # If this process ends without a report after all, that was not for lack of a machine.
+            sys.stdout.write("\n" + plan["begun"] + "\n")
+            sys.stdout.flush()
         first = worker.receive(min(deadline, time.monotonic() + plan["collect_s"]))
         ids = first.get("collected")
         if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
@@ -187,7 +191,7 @@ def run(plan: dict[str, Any], report: dict[str, Any]) -> None:
         report["complete"] = True
     except Lost as error:
         report["problems"].append(str(error))
-    except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError, AttributeError) as error:
         # Whatever the worker sent, it is no failure of ours.
         report["problems"].append(f"the test process sent nonsense: {error!r}"[:300])
     finally:
@@ -222,13 +226,16 @@ def one_test(
 
 
 def random_places(count: int) -> set[int]:
-    """At most twenty random tests after which the worker's own parts are looked at."""
+    """At most ten random tests after which the worker's own parts are looked at."""
     pick = secrets.SystemRandom()
-    return set(pick.sample(range(count), min(20, count)))
+    return set(pick.sample(range(count), min(10, count)))
 
 
 def main() -> None:
     plan = json.load(sys.stdin)
+    with contextlib.suppress(OSError):
+        # Others may have the same file open: the first process of a bubblewrap sandbox does, and can be read.
+        os.ftruncate(0, 0)
     protect()
     for path in plan["remove"]:
         with contextlib.suppress(FileNotFoundError):

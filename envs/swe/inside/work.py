@@ -43,57 +43,73 @@ class Channel:
 GUARDED = {
     *("_pytest", "pytest", "pluggy", "unittest", "builtins", "operator", "socket", "json", "traceback", "os"),
     *("time", "signal", "sys", "inspect", "linecache", "gc", "importlib", "types", "threading", "ast", "__main__"),
+    *("contextlib", "functools"),
 }
+"""What is looked at between tests; at the beginning and at the end everything is."""
 SKIPPED = {"__dict__", "__weakref__", "__doc__", "__annotations__", "__abstractmethods__", "_abc_impl", "__module__"}
+UNSTEADY = {"warnings"}
+"""Modules whose functions pytest itself replaces for a while."""
 
 
 class Fingerprint:
-    """Functions and classes of the test framework and of builtins as they were before the library was loaded."""
+    """Functions and classes of all that was there before the library was loaded, this program included."""
 
     def __init__(self) -> None:
-        self._modules = {
-            name: module for name, module in list(sys.modules.items()) if name.partition(".")[0] in GUARDED
-        }
-        self._before = self._take()
+        self._modules = {name: module for name, module in list(sys.modules.items()) if name not in UNSTEADY}
+        self._guarded = {name: one for name, one in self._modules.items() if name.partition(".")[0] in GUARDED}
+        self._builtins = set(dir(sys.modules["builtins"])) | {"__getattr__"}
+        self._before = self._take(self._modules)
+        self._before_guarded = self._take(self._guarded)
         self._trace = (sys.gettrace(), sys.getprofile())
 
-    def _take(self) -> dict[tuple[str, ...], tuple[object, object]]:
-        found: dict[tuple[str, ...], tuple[object, object]] = {}
-        for name, module in self._modules.items():
+    def _take(self, modules: dict[str, Any]) -> dict[tuple[str, ...], tuple[object, ...]]:
+        found: dict[tuple[str, ...], tuple[object, ...]] = {}
+        for name, module in modules.items():
             for key, value in list(vars(module).items()):
                 if isinstance(value, type):
-                    found[name, key] = value, None
+                    found[name, key] = (value,)
                     if value.__module__ == name:
                         for inner, member in list(vars(value).items()):
-                            if inner not in SKIPPED:
-                                plain = getattr(member, "__func__", member)
-                                if callable(plain) or isinstance(plain, property):
-                                    found[name, key, inner] = plain, getattr(plain, "__code__", None)
+                            plain = getattr(member, "__func__", member)
+                            if inner not in SKIPPED and (callable(plain) or isinstance(plain, property)):
+                                found[name, key, inner] = plain, *made_of(plain)
                 elif callable(value):
-                    found[name, key] = value, getattr(value, "__code__", None)
+                    found[name, key] = value, *made_of(value)
         return found
 
-    def changes(self) -> list[str]:
-        """Names of what is not what it was."""
-        now = self._take()
-        nothing: tuple[object, object] = (None, None)
+    def changes(self, *, everywhere: bool) -> list[str]:
+        """Names of what is not what it was, and of what stands before something that was there."""
+        before = self._before if everywhere else self._before_guarded
+        now = self._take(self._modules if everywhere else self._guarded)
         found = []
-        for key, (value, code) in self._before.items():
-            other, other_code = now.get(key, nothing)
-            if other is not value or other_code is not code:
+        for key, value in before.items():
+            other = now.get(key, ())
+            if len(other) != len(value) or any(one is not two for one, two in zip(value, other, strict=False)):
                 found.append("replaced " + ".".join(key))
+        for key in now.keys() - before.keys():
+            # A new name in a module matters where it hides a builtin, in a class where it overrides.
+            if key[1] in self._builtins or (len(key) == 3 and key[:2] in before):
+                found.append("added " + ".".join(key))
         if (sys.gettrace(), sys.getprofile()) != self._trace:
             found.append("installed a trace or profile function")
         return found[:20]
 
 
+def made_of(function: object) -> tuple[object, ...]:
+    """Parts of a function that can be exchanged while it stays the same object."""
+    return tuple(getattr(function, name, None) for name in ("__code__", "__defaults__", "__kwdefaults__"))
+
+
 WATCHED = (
     "sys._getframe",
     "sys._current_frames",
+    "sys._current_exceptions",
     "sys.settrace",
     "sys.setprofile",
+    "sys.monitoring",
     "gc.",
     "ctypes.",
+    "code.__new__",
     "os.fork",
     "os.exec",
     "os.posix_spawn",
@@ -102,52 +118,89 @@ WATCHED = (
     "subprocess.Popen",
     "socket.connect",
 )
+LOOKS = ("tb_frame", "gi_frame", "cr_frame", "ag_frame")
+INTERNALS = ("_testcapi", "_testinternalcapi", "_xxsubinterpreters", "_posixsubprocess")
+THROUGH = ("inspect.py", "traceback.py", "gc.py", "subprocess.py", "ctypes/__init__.py")
+"""Modules that ask for whoever calls them."""
+LOGGING = "logging/__init__.py"
+"""Asks for frames itself; only who calls its function for that directly wants them."""
 
 
-def watch(packages: tuple[str, ...], tests: tuple[str, ...]) -> dict[str, bool]:
-    """Report what the library under test asks the interpreter for that says something about spying."""
-    seen: dict[str, bool] = {}
-    getframe, realpath = sys._getframe, os.path.realpath
-    busy: list[int] = []
-    through = ("inspect.py", "traceback.py", "gc.py", "subprocess.py", "ctypes/__init__.py")
+class Watch:
+    """Notes what the library under test asks the interpreter for that says something about spying."""
 
-    def caller() -> bool:
-        """Whether the library's own code asked, directly or through a module made for it."""
-        frame: Any = getframe(2)
-        for _ in range(6):
+    def __init__(self, packages: tuple[str, ...], tests: tuple[str, ...]) -> None:
+        self.seen: dict[str, bool] = {}
+        self._packages, self._tests = packages, tests
+        self._getframe, self._realpath, self._modules = sys._getframe, os.path.realpath, sys.modules
+        self._busy: list[int] = []
+        sys.addaudithook(self._hook)
+
+    def _hook(self, event: str, args: tuple[Any, ...]) -> None:
+        if self._busy:
+            return
+        label = self._label(event, args)
+        if label is None or label in self.seen:
+            return
+        self._busy.append(1)
+        try:
+            if event == "open":
+                if self._realpath(args[0]).startswith(self._tests) and self._reads():
+                    self.seen[label] = True
+            elif self._asks():
+                self.seen[label] = True
+        finally:
+            self._busy.pop()
+
+    def _label(self, event: str, args: tuple[Any, ...]) -> str | None:
+        """What an event is called in the report, if it can be worth one."""
+        if event == "open":
+            return "opened a test file" if isinstance(args[0], str) and args[0].endswith(".py") else None
+        if event == "import":
+            return "import " + args[0] if args[0] in INTERNALS and args[0] not in self._modules else None
+        if event == "object.__getattr__":
+            return str(args[1]) if args[1] in LOOKS else None
+        if event == "object.__setattr__":
+            return "set " + args[1] if args[1] in ("__code__", "__defaults__", "__kwdefaults__") else None
+        return event if event.startswith(WATCHED) else None
+
+    def _genuine(self, frame: Any) -> bool:
+        """Whether a frame's code belongs to the module that its file name says."""
+        module = self._modules.get(frame.f_globals.get("__name__"))
+        if module is None or vars(module) is not frame.f_globals:
+            return False
+        name = frame.f_code.co_filename
+        return bool(name.startswith("<frozen ") or name == getattr(module, "__file__", None))
+
+    def _asks(self) -> bool:
+        """Whether the library's own code asked, directly, through a module made for it, or under another name."""
+        frame: Any = self._getframe(2)
+        logged = 0
+        for _ in range(20):
             if frame is None:
                 return False
             name = frame.f_code.co_filename
-            if name.startswith(packages):
+            if name.startswith(self._packages):
                 return True
-            if not name.endswith(through):
-                return False
+            if self._genuine(frame):
+                logged += name.endswith(LOGGING)
+                if not name.endswith(THROUGH) and not (name.endswith(LOGGING) and logged == 1):
+                    return False
             frame = frame.f_back
         return False
 
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if busy:
-            return
-        if event == "open":
-            path = args[0]
-            if not isinstance(path, str) or not path.endswith(".py") or not realpath(path).startswith(tests):
-                return
-            label = "opened a test file"
-        elif event.startswith(WATCHED):
-            label = event
-        elif event == "object.__getattr__" and args[1] in ("tb_frame", "gi_frame", "cr_frame"):
-            label = args[1]
-        else:
-            return
-        busy.append(1)
-        try:
-            if label not in seen and caller():
-                seen[label] = True
-        finally:
-            busy.pop()
-
-    sys.addaudithook(hook)
-    return seen
+    def _reads(self) -> bool:
+        """Whether the library's own code reads something, through whatever module of the standard library."""
+        frame: Any = self._getframe(2)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if name.startswith(self._packages):
+                return True
+            # Warnings show the line that they are about.
+            if name in self._tests or name == __file__ or name.endswith("/warnings.py") or "pytest" in name:
+                return False
+            frame = frame.f_back
+        return False
 
 
 # -- frameworks ----------------------------------------------------------------------------------------
@@ -165,19 +218,19 @@ def drive(
     seen: dict[str, bool],
 ) -> None:
     """Answer the supervisor until it says stop."""
-    tampers = fingerprint.changes()
+    tampers = fingerprint.changes(everywhere=True)
     channel.send({"collected": ids, "errors": errors})
     selected = channel.receive()["selected"]
     following = {at: selected[place + 1] if place + 1 < len(selected) else None for place, at in enumerate(selected)}
     while True:
         order = channel.receive()
         if order.get("stop"):
-            tampers += fingerprint.changes()
+            tampers += fingerprint.changes(everywhere=True)
             channel.send({"end": True, "tampers": sorted(set(tampers)), "events": sorted(seen)})
             return
         at = order["run"]
         outcome, note = run_one(at, following[at])
-        found = fingerprint.changes() if order["check"] else []
+        found = fingerprint.changes(everywhere=False) if order["check"] else []
         channel.send({"done": at, "token": order["token"], "outcome": outcome, "note": note, "tampers": found})
 
 
@@ -206,14 +259,14 @@ def run_pytest(channel: Channel, plan: dict[str, Any]) -> int:
                 reports = runner.runtestprotocol(items[at], log=False, nextitem=after)
                 return verdict(reports), note(reports)
 
-            drive(channel, [item.nodeid for item in items], self.errors, run_one, self.fingerprint, seen)
+            drive(channel, [item.nodeid for item in items], self.errors, run_one, self.fingerprint, watch.seen)
             return True
 
         @pytest.hookimpl(tryfirst=True)
         def pytest_collection(self) -> None:
             self.fingerprint = Fingerprint()
 
-    seen = watch(tuple(plan["watch"]), tuple(os.path.abspath(one) for one in plan["files"]))
+    watch = Watch(tuple(plan["watch"]), tuple(os.path.abspath(one) for one in plan["files"]))
     options = ["-q", "-c", os.devnull, "--rootdir", os.getcwd(), "--confcutdir", os.getcwd(), "--tb=short"]
     options += ["--continue-on-collection-errors", "-p", "no:cacheprovider", "-p", "no:junitxml", "-p", "no:pastebin"]
     return int(pytest.main([*options, *plan["options"], *plan["files"]], plugins=[Driver()]))
@@ -257,7 +310,7 @@ def run_unittest(channel: Channel, plan: dict[str, Any]) -> int:
 
     channel.send({"ready": True})
     fingerprint = Fingerprint()
-    seen = watch(tuple(plan["watch"]), tuple(os.path.abspath(one) for one in plan["files"]))
+    watch = Watch(tuple(plan["watch"]), tuple(os.path.abspath(one) for one in plan["files"]))
     ids: list[str] = []
     tests: list[unittest.TestCase] = []
     errors: list[str] = []
@@ -290,7 +343,7 @@ def run_unittest(channel: Channel, plan: dict[str, Any]) -> int:
             return "failed", last_words([*result.errors, *result.failures][0][1])
         return ("passed" if result.testsRun == 1 else "incomplete"), ""
 
-    drive(channel, ids, errors, run_one, fingerprint, seen)
+    drive(channel, ids, errors, run_one, fingerprint, watch.seen)
     return 0
 
 

@@ -159,6 +159,9 @@ async def test_no_second_request_hides_in_the_first(name: str) -> None:
 async def test_the_server_gets_its_token_and_nothing_that_speaks_of_the_sender() -> None:
     sent = (
         ("X-Tollway-Worker", "w"),
+        ("X_Tollway_Worker", "w"),
+        ("X-HTTP-Method-Override", "DELETE"),
+        ("X-Original-URL", "/metrics"),
         ("X-Forwarded-For", "10.0.0.1"),
         ("Forwarded", "for=10.0.0.1"),
         ("Cookie", "a=b"),
@@ -180,7 +183,7 @@ async def test_the_server_gets_its_token_and_nothing_that_speaks_of_the_sender()
         names = {name.lower() for name in headers}
         assert headers["Authorization"] == f"Bearer {TOKEN}"
         assert {"idempotency-key", "x-stainless-retry-count", "anthropic-beta", "content-type"} <= names
-        gone = ("worker", "forward", "cookie", "api-key", "proxy", "keep-alive", "te", "hop")
+        gone = ("worker", "forward", "cookie", "api-key", "proxy", "keep-alive", "te", "hop", "override", "original")
         assert not [name for name in names for part in gone if name.endswith(part) or part in name.split("-")]
         assert headers["Accept-Encoding"] == "identity"
         assert TOKEN.encode() not in answer

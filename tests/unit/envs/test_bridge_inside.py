@@ -112,3 +112,16 @@ async def test_large_bodies_pass_both_ways_and_the_port_ends_with_the_harness(tm
         assert (out, process.returncode) == (b"True\n", 0), err
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", port)
+
+
+async def test_what_it_was_told_cannot_be_read_again_by_who_holds_the_same_file(tmp_path: Path) -> None:
+    """The first process of a bubblewrap sandbox has the standard input of its command open, too."""
+    told = tmp_path / "told"
+    spec = {"mark": "M", "ports": {}, "files": [], "path": [], "env": {}, "argv": ["cat", str(told)], "stdin": "SECRET"}
+    told.write_text(json.dumps(spec))
+    with told.open("r+b") as stdin:
+        process = await asyncio.create_subprocess_exec(
+            *(PYTHON, "-I", "-S", PROGRAM), stdin=stdin, stdout=asyncio.subprocess.PIPE
+        )
+        out, _ = await process.communicate()
+    assert (out, process.returncode) == (b"", 0)

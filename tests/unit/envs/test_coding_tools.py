@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from tollway.envs.base import Environment, Grader, Task, Toolset
 from tollway.envs.config import EnvConfig
+from tollway.envs.cutting import cut_middle
 from tollway.envs.episode import Episode
 from tollway.envs.grading import HiddenCalls
 from tollway.envs.harnesses.tool_loop import ToolLoop
 from tollway.envs.runner import EpisodeRunner
-from tollway.envs.tools import MAX_COMMAND_BYTES, TOOLS, CodingTools, cut_middle, shown
+from tollway.envs.tools import MAX_COMMAND_BYTES, TOOLS, CodingTools, shown
 from tollway.errors import SandboxError, SandboxGone
 from tollway.messages import Message, ToolCall
 from tollway.sandboxes.base import ExecResult, Sandbox, SandboxProvider, SandboxSpec

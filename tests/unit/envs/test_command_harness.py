@@ -340,6 +340,18 @@ def test_a_token_in_the_arguments_is_refused_at_the_start() -> None:
         CommandHarness(EnvConfig(), MicroSwe(config))
 
 
+def test_what_cannot_be_mounted_is_told_at_the_start() -> None:
+    config = EnvConfig.model_validate({"command": {"argv": ["agent"], "mounts": {"/opt/agent": "/nowhere/agent"}}})
+    with pytest.raises(ConfigError, match=r"env\.command\.mounts: no /nowhere/agent on this machine"):
+        CommandHarness(config, MicroSwe(config))
+
+
+def test_tools_that_are_not_ours_cannot_be_blanked() -> None:
+    config = EnvConfig.model_validate({"blank_tools": True, "command": {"argv": ["agent"]}})
+    with pytest.raises(ConfigError, match=r"env\.blank_tools"):
+        CommandHarness(config, MicroSwe(config))
+
+
 def test_what_a_template_brings_in_is_not_filled_again() -> None:
     place = Place(
         base_url="http://m", token="secret", model="p", context_tokens=1, instruction="{token} {home} {instruction}"

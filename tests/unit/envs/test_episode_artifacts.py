@@ -17,7 +17,7 @@ from tollway.envs import changes as changes_module
 from tollway.envs.artifacts import folder_name
 from tollway.envs.base import AgentRun, Machine, Task
 from tollway.envs.changes import changes, file_diff
-from tollway.errors import SandboxGone
+from tollway.errors import ConfigError, SandboxGone
 from tollway.sandboxes.config import SandboxConfig
 from tollway.sandboxes.fake import FakeProvider
 from tollway.session_server.columns import unpack_rows
@@ -93,6 +93,9 @@ async def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
         episode = await stage.episode()
         assert episode.rollout().reward == 1.0
         assert episode.folder is None
+        assert stage.runner.artifacts is not None
+        with pytest.raises(ConfigError, match="Not a directory; name another directory"):
+            stage.runner.artifacts.check()
 
 
 async def test_a_folder_is_bounded_and_says_what_was_cut(tmp_path: Path) -> None:

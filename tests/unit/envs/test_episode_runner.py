@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import pytest
 from episode_helpers import ScriptedSessions, calls, repair, request, runner, script
 
-from tollway.envs import episode as episode_module
 from tollway.envs.evaluate import evaluate, summarise, wilson
 from tollway.envs.micro_swe.projects import project_at
 from tollway.envs.micro_swe.rules import RULES
@@ -25,6 +24,7 @@ from tollway.errors import (
 )
 from tollway.messages import Message
 from tollway.records import Rollout, Sampling
+from tollway.sandboxes import heartbeat
 from tollway.sandboxes.base import SandboxProvider
 from tollway.sandboxes.config import SandboxConfig
 from tollway.sandboxes.fake import FakeProvider, Process
@@ -286,7 +286,7 @@ async def test_a_heartbeat_moves_the_end_of_a_slow_agents_sandbox_again_and_agai
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Beats come thick and the life is long: no stall of this machine can end the sandbox."""
-    monkeypatch.setattr(episode_module, "_BEATS_PER_TTL", 30_000)
+    monkeypatch.setattr(heartbeat, "_BEATS_PER_TTL", 30_000)
     sessions = ScriptedSessions(script(calls(("run", {})), calls(("run", {})), calls(("submit", {}))))
     chat = sessions.chat
     ends: list[float] = []

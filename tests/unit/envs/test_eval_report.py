@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tollway.envs.micro_swe.environment import MicroSwe
 from tollway.envs.report import Report, pass_at
 from tollway.envs.selection import one_task, select_tasks
 from tollway.envs.usage import usage_of
-from tollway.episode_view import task_table
+from tollway.episode_view import show_episode, show_report, task_table
 from tollway.errors import ConfigError, EngineLost, EpisodeFailed, NotFound, TollwayError
 from tollway.records import TokenSpan, Trajectory
 
@@ -196,5 +197,28 @@ def test_many_tasks_are_listed_as_far_as_somebody_reads_them() -> None:
     console = Console(width=80, file=io.StringIO())
     console.print(task_table(report, 80))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "169 of 200 tasks are not listed" in text
+    assert "e/31 " not in text, "a solved one"
     assert [line.split()[0] for line in text.splitlines()[1:32]] == [f"e/{at}" for at in range(31)]
+
+
+def test_of_very_many_tasks_the_unsolved_are_listed_and_the_rest_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    show_report(_report(*(_episode(f"t{number}", 1.0) for number in range(70))))
+    said = capsys.readouterr().out
+    assert "70 solved tasks are not listed; --json has them all" in said
+    assert "verdict" not in said, "a table without a row has no head"
+    show_report(_report(*(_episode(f"t{number}", float(number > 2)) for number in range(70))))
+    said = capsys.readouterr().out
+    assert "67 solved tasks are not listed" in said
+    assert [f"t{number}" in said.split() for number in range(5)] == [True, True, True, False, False]
+
+
+def test_an_episode_is_told_with_the_exit_status_of_its_agent_and_each_error_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = AgentRun(turns=1, submitted=False, finish="stopped", facts={"exit_code": 3.0})
+    error = EpisodeFailed("the disk is gone")
+    show_episode(replace(_episode("t", None, error), run=run, earlier=("episode_failed: the disk is gone",)))
+    said = capsys.readouterr().out
+    assert "stopped (exit status 3) after 1 model call" in said.splitlines()[2]
+    assert said.count("the disk is gone") == 1
+    assert "2.0 s (agent 1.0 s)" in said

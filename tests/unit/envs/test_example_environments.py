@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -124,3 +125,18 @@ async def test_the_harbor_tasks_are_solved_with_the_agents_tools(settings: Setti
         rollout = await _play(settings, local, ScriptedSessions(solve), index)
         assert (rollout.error, rollout.reward) == (None, 1.0)
     assert local.live == 0
+
+
+@pytest.mark.parametrize(("name", "harness", "reward"), [("harbor", "gold", 1.0), ("harbor", "empty", 0.0)])
+async def test_the_documented_environment_with_a_sandbox_tells_work_from_none(
+    settings: Settings, harness: str, reward: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL)
+    (code,) = [each for each in snippets if "class Sorting(" in each]
+    (tmp_path / "sorting_of_the_page.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    env = settings.env.model_copy(update={"name": "sorting_of_the_page:Sorting", "harness": harness})
+    async with LocalProvider(SandboxConfig()) as provider:
+        played = settings.model_copy(update={"env": env})
+        rollout = await _play(played, provider, ScriptedSessions(script()), 0)
+    assert (rollout.error, rollout.reward) == (None, reward)

@@ -22,7 +22,7 @@ from tollway.envs.harbor.task import Unsupported, read_task
 from tollway.envs.harbor.verify import read_rewards
 from tollway.errors import BadImage, CapabilityMissing, ConfigError, EpisodeFailed, NotFound
 from tollway.messages import ToolCall
-from tollway.sandboxes.base import Sandbox, SandboxSpec
+from tollway.sandboxes.base import Sandbox
 from tollway.sandboxes.local import LocalProvider
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor" / "tasks"
@@ -43,19 +43,7 @@ def _environment(folder: Path, **fields: object) -> Harbor:
 
 async def _sandbox(local: LocalProvider, machine: Machine | None) -> Sandbox:
     assert machine is not None
-    return await local.create(
-        SandboxSpec(
-            ttl_s=60,
-            labels={"test": "harbor"},
-            image=machine.image,
-            env=machine.env,
-            mem_mb=machine.mem_mb,
-            disk_mb=machine.disk_mb,
-            pids=machine.pids,
-            network=machine.network,
-            options=machine.options,
-        )
-    )
+    return await local.create(machine.spec(ttl_s=60, labels={"test": "harbor"}))
 
 
 async def _grade(environment: Harbor, local: LocalProvider, name: str, *commands: str) -> tuple[float, str]:
@@ -145,6 +133,24 @@ async def test_a_separate_verifier_gets_artifacts_and_nothing_else_of_the_agents
     assert (await _grade(environment, local, "sum-csv", link))[0] == 0.0
     folder = "rm -f /app/answer.json; mkdir /app/answer.json; mkfifo /app/answer.json/x"
     assert (await _grade(environment, local, "sum-csv", folder))[0] == 0.0
+
+
+async def test_what_an_artifact_excludes_stays_behind(tmp_path: Path, local: LocalProvider) -> None:
+    folder = _copy(tmp_path, "sum-csv")
+    text = (folder / "task.toml").read_text()
+    assert 'artifacts = ["/app/answer.json"]' in text
+    (folder / "task.toml").write_text(
+        text.replace('["/app/answer.json"]', '[{ source = "/app/out", exclude = ["*.log", "out/cache"] }]')
+    )
+    environment = _environment(folder)
+    task = environment.task(0)
+    sandbox = await _sandbox(local, task.machine)
+    await environment.toolset(task, sandbox).open()
+    await sandbox.exec("mkdir -p out/cache && touch out/kept out/a.log out/cache/x 'out/b c.log'", timeout_s=30)
+    archive = (await environment.collect(task, sandbox))["/app/out"]
+    with tarfile.open(fileobj=io.BytesIO(archive)) as found:
+        assert sorted(found.getnames()) == ["./out", "./out/kept"]
+    await sandbox.kill()
 
 
 async def test_a_solution_that_fails_or_is_missing_says_so(tmp_path: Path, local: LocalProvider) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from tollway.envs.served import ServedProgram, serve
 from tollway.envs.served_config import ServedConfig
+from tollway.errors import ComponentLost
 
 SERVER = """
 import http.server, os, subprocess, sys, json
@@ -96,3 +97,10 @@ async def test_starting_that_is_cancelled_leaves_no_program(tmp_path: Path) -> N
         with pytest.raises(asyncio.CancelledError):
             await starting
     assert not _alive(int(mark.read_text()))
+
+
+async def test_a_program_that_is_not_there_is_named() -> None:
+    config = ServedConfig(command=(".venv-nowhere/bin/python", "{port}"))
+    async with aiohttp.ClientSession() as http:
+        with pytest.raises(ComponentLost, match=r"cannot start \.venv-nowhere/bin/python .*No such file or directory"):
+            await serve(config, section="env.test", ready="/", http=http)

@@ -97,6 +97,8 @@ def test_the_usual_layouts_are_found(tmp_path: Path) -> None:
     (tmp_path / "src/lib/__init__.py").write_text("")
     with pytest.raises(BadRequest, match="--tests"):
         guess(tmp_path)
+    with pytest.raises(BadRequest, match="has no checks, more; name its tests with --tests"):
+        guess(tmp_path, tests=["checks", "src", "more"])
     (tmp_path / "test_lib.py").write_text("")
     found = guess(tmp_path)
     assert (found.packages, found.roots, found.test_paths) == (("src/lib",), ("src", "."), ("test_lib.py",))

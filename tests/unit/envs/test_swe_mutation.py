@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 
 import pytest
 
@@ -109,6 +110,39 @@ def test_falsified_tests_fail_and_the_rest_still_passes(seed: int) -> None:
         arguments = (1, 2) if "plain" in original else ()
         assert outcome(made.text, test.rpartition("::")[2], *arguments) == "failed", (test, place)
     assert outcome(TESTS, "test_plain", 1, 2) == outcome(TESTS, "test_method") == "passed"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_of_twins_one_fails_and_the_names_do_not_say_which(seed: int) -> None:
+    plain, method = "t.py::test_plain", "t.py::TestCase::test_method"
+    tests = {plain: range(9), method: range(9)}
+    for swapped in ((), (plain, method), (method,)):
+        made = controls.twins(TESTS, "t.py", tests, random.Random(seed), swapped=swapped)
+        assert len(made.must_fail) == 2
+        wrong = {test.rpartition("::")[2] for test, _, _ in made.must_fail}
+        assert {original for test, original, _ in made.must_fail if test == original} == set(swapped)
+        top = ast.parse(made.text).body
+        (case,) = (one for one in top if isinstance(one, ast.ClassDef))
+        for body, arguments in ((top, (1, 2)), (case.body, ())):
+            names = [one.name for one in body if isinstance(one, ast.FunctionDef) and "test" in one.name]
+            assert len(names) == 2
+            for name in names:
+                assert outcome(made.text, name, *arguments) == ("failed" if name in wrong else "passed")
+    apart = [controls.twins(TESTS, "t.py", tests, random.Random(seed), swapped=one).text for one in ((), tests)]
+    lines = [sorted(line.split("(")[0] for line in text.splitlines()) for text in apart]
+    assert lines[0] == lines[1]
+
+
+def test_wrong_numbers_and_texts_are_often_near_the_right_ones() -> None:
+    text = "def test_a():\n    assert f() == 10\n    assert g() == 'abc'\n"
+    numbers, words = set(), set()
+    for seed in range(60):
+        made = controls.twins(text, "t.py", {"t.py::test_a": (0, 1)}, random.Random(seed))
+        numbers |= {int(one) for one in re.findall(r"f\(\) == (\d+)", made.text)}
+        words |= set(re.findall(r"g\(\) == '(\w+)'", made.text))
+    assert {9, 11} <= numbers
+    assert max(numbers) > 20
+    assert {len(word) for word in words} == {3, 4}
 
 
 def test_without_an_assertion_to_falsify_a_wrong_one_is_added_where_it_is_reached() -> None:

@@ -15,6 +15,8 @@ from tollway.plugins import Plugins
 GROUP = "tollway.test_animals"
 MODULE = "throwaway_animals"
 SOURCE = """
+from abc import ABC, abstractmethod
+
 from test_plugins import Animal
 
 class Dog(Animal):
@@ -23,6 +25,13 @@ class Dog(Animal):
 class Stone:
     def __init__(self, name):
         raise AssertionError("never made")
+
+class Sketch(Animal, ABC):
+    @abstractmethod
+    def bark(self): ...
+
+    @abstractmethod
+    def run(self): ...
 
 def born(name):
     return Dog(name + " junior")
@@ -99,7 +108,7 @@ def test_an_unknown_name_is_told_with_its_key_and_the_known_ones() -> None:
     ("name", "text"),
     [
         ("unicorn", rf"zoo\.animal='unicorn': cannot load {MODULE}:Unicorn: .*no attribute 'Unicorn'"),
-        ("lost", r"zoo\.animal='lost': cannot load throwaway_animals_that_moved:Dog: No module named"),
+        ("lost", r"zoo\.animal='lost': cannot load throwaway_animals_that_moved:Dog: No module named .* PYTHONPATH"),
         (f"{MODULE}:Unicorn", "cannot load"),
         (":Dog", "cannot load :Dog"),
         (".relative:Dog", "cannot load"),
@@ -118,6 +127,7 @@ def test_a_broken_target_is_named_with_the_reason(name: str, text: str) -> None:
         ("number", rf"{MODULE}:number is not an Animal class"),
         ("ghost", rf"zoo\.animal='ghost': {MODULE}:nothing gave a NoneType, want an Animal"),
         ("json:dumps", "json:dumps gave a str, want an Animal"),
+        (f"{MODULE}:Sketch", f"{MODULE}:Sketch does not define bark, run, which an Animal must"),
     ],
 )
 def test_a_target_of_another_kind_is_refused(name: str, text: str) -> None:

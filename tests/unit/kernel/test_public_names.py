@@ -13,6 +13,7 @@ import pytest
 import tollway
 
 HEAVY = {"torch", "megatron", "ray", "sglang", "renderers", "transformers"}
+HEAVY |= {"aiodocker", "daytona", "e2b", "modal", "sympy", "verifiers"}
 KERNEL = sorted(m.name for m in pkgutil.iter_modules(tollway.__path__, "tollway.") if not m.ispkg)
 
 

@@ -203,6 +203,16 @@ async def test_the_same_idempotency_key_makes_one_sandbox(fake: Stage) -> None:
     assert fake.front_end.provider.live == 1
 
 
+async def test_an_idempotency_key_is_forgotten_with_its_sandbox(fake: Stage) -> None:
+    made = set()
+    for _ in range(3):
+        _, reply, _ = await fake.call("POST", "/v2/sandboxes", {"templateID": "base"}, **{"Idempotency-Key": "a-1"})
+        made.add(reply["sandboxID"])
+        await fake.call("DELETE", f"/sandboxes/{reply['sandboxID']}")
+    assert len(made) == 3
+    assert fake.front_end.provider.live == 0
+
+
 async def test_a_client_that_goes_away_while_its_sandbox_is_made_leaves_none() -> None:
     provider = FakeProvider(SandboxConfig())
     provider.faults.create_delay_s = 0.5
@@ -377,3 +387,30 @@ async def message(response: aiohttp.ClientResponse) -> dict:
 
 async def started(response: aiohttp.ClientResponse) -> int:
     return int((await message(response))["event"]["start"]["pid"])
+
+
+async def test_what_cannot_be_read_is_refused_and_breaks_nothing() -> None:
+    async with FakeProvider() as provider, staged(provider) as stage:
+        headers = await stage.made()
+        deep = b"[" * 100_000 + b"]" * 100_000
+        message = struct.pack(">BI", 0, len(deep)) + deep
+        for path, body, more in (
+            ("/sandboxes", deep, {}),
+            ("/process.Process/Start", message, {}),
+            ("/files", b"x", {"Content-Type": "multipart/form-data"}),
+        ):
+            async with stage.client.post(path, data=body, headers={**KEY, **headers, **more}) as response:
+                assert response.status == 400, (path, await response.text())
+        for variables in ({"A=B": "x"}, {"A": "\0"}, {"": "x"}):
+            status, reply, _ = await stage.call("POST", "/sandboxes", {"envVars": variables})
+            assert (status, "environment" in str(reply)) == (400, True)
+        far = {"Connect-Timeout-Ms": "9" * 5000, "Keepalive-Ping-Interval": "9" * 5000}
+        assert await stage.start({**headers, **far}, ["true"])
+        for path, wanted in (("/sandboxes", b"401"), ("/health", b"502")):
+            reader, writer = await asyncio.open_connection(stage.client.host, stage.client.port)
+            secret = b"X-API-Key: \xff\xfe\r\nX-Access-Token: \xff\xfe\r\nE2b-Sandbox-Id: "
+            named = headers["E2b-Sandbox-Id"].encode()
+            head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n".encode()
+            writer.write(head + secret + named + b"\r\n\r\n")
+            assert (await reader.read()).split()[1] == wanted
+            writer.close()

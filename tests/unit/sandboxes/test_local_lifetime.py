@@ -22,9 +22,11 @@ from sandbox_helpers import appeared, ended, gone, make, marker, open_to_all, pr
 import tollway
 from tollway import sandboxes
 from tollway.errors import SandboxError, SandboxGone, SandboxUnavailable
+from tollway.sandboxes import launcher as launcher_module
 from tollway.sandboxes import space as space_module
 from tollway.sandboxes.base import ExecResult, SandboxSpec
 from tollway.sandboxes.config import LocalConfig, SandboxConfig
+from tollway.sandboxes.launcher_command import walk
 from tollway.sandboxes.limits import UidPool
 from tollway.sandboxes.local import LocalProvider, LocalSandbox
 from tollway.sandboxes.space import Space
@@ -342,3 +344,14 @@ async def test_an_ordinary_user_gets_the_same_sandboxes(local: LocalProvider, ev
     assert lines[:1] == ["65534 True bubblewrap and user namespaces work"], done
     one = ["True", "b'1\\n2\\n' True", "b'big\\ne\\nf\\n'", "[]"]
     assert lines[1:] == [*one, *one, "['1'] True"], done
+
+
+async def test_a_launcher_that_does_not_come_up_in_time_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "_START_S", 0.0)
+    before = set(walk([os.getpid()]))
+    async with LocalProvider(SandboxConfig(create_attempts=1)) as provider:
+        with pytest.raises(SandboxError, match="did not start within"):
+            await make(provider)
+        assert set(walk([os.getpid()])) - before == set()
+        monkeypatch.undo()
+        assert (await (await make(provider)).exec(["true"], timeout_s=20)).exit_code == 0

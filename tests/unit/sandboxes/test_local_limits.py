@@ -240,6 +240,12 @@ def test_the_filter_lets_ordinary_calls_through_and_no_others(name: str) -> None
     assert decide(program, own, socket, 16, 3, 12) == ERRNO | errno.EPROTONOSUPPORT
     for family in (17, 31, 38, 40, 44):
         assert decide(program, own, socket, family, 1, 0) == ERRNO | errno.EAFNOSUPPORT
+    prlimit, setpriority, ioprio_set, setscheduler = [(302, 141, 251, 144), (261, 140, 30, 119)][column]
+    assert [decide(program, own, prlimit, pid, 7) for pid in (0, 1, 77)] == [ALLOW, *[ERRNO | errno.EPERM] * 2]
+    assert [decide(program, own, setscheduler, pid) for pid in (0, 1, 77)] == [ALLOW, ERRNO | errno.EPERM, ALLOW]
+    for call, one in ((setpriority, 0), (ioprio_set, 1)):
+        assert [decide(program, own, call, one, pid) for pid in (0, 1, 77)] == [ALLOW, ERRNO | errno.EPERM, ALLOW]
+        assert decide(program, own, call, one + 1, 0) == decide(program, own, call, 2, 0) == ERRNO | errno.EPERM
     assert decide(program, own, ioctl, 0, 0x5412) == ERRNO | errno.EPERM
     assert decide(program, own, ioctl, 0, 0x5412 | 1 << 32) == ERRNO | errno.EPERM
     assert decide(program, own, ioctl, 0, 0x5401) == ALLOW

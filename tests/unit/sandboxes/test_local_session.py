@@ -89,6 +89,8 @@ ATTACKS = {
     "signals": "kill -9 1; kill -9 -1; kill -INT 1; kill -STOP 1; kill -SEGV 1; true",
     "memory": "cat /proc/1/mem; echo x > /proc/1/mem; cat /proc/1/maps; true",
     "descriptors": "ls /proc/1/fd; for i in 3 4 5 6 7 8 9; do echo junk > /proc/1/fd/$i; echo junk >&$i; done; true",
+    "limits": 'python3 -c "import resource as r; r.prlimit(1, r.RLIMIT_NOFILE, (3, 3))"; prlimit --pid 1 --cpu=1; true',
+    "priorities": "renice -n 19 -p 1; renice -n 19 -u 1000; renice -n 19 -g 1; chrt -i -p 0 1; taskset -p 1 1; true",
     "flood": "head -c 5000000 /dev/urandom; head -c 5000000 /dev/zero >&2",
 }
 
@@ -98,8 +100,43 @@ async def test_nothing_inside_can_reach_the_agent(long: LocalSandbox, attack: st
     done = await long.exec(ATTACKS[attack], timeout_s=20)
     if attack in ("memory", "descriptors"):
         assert b"ermission denied" in done.stderr
+    if attack in ("limits", "priorities"):
+        assert b"not permitted" in done.stderr
     done = await long.exec("echo out; echo err >&2; exit 3", timeout_s=20)
     assert (done.exit_code, done.stdout, done.stderr) == (3, b"out\n", b"err\n")
+
+
+async def test_memory_that_runs_out_ends_a_command_and_not_the_agent(local: LocalProvider) -> None:
+    long = await make(local, options={"mode": "session"}, mem_mb=128, disk_mb=16)
+    if not local.grouped:
+        pytest.skip("control groups cannot be written here: nothing bounds the memory of files without a name")
+    hoard = (
+        "import os\nfds = []\nwhile True:\n    fds.append(os.memfd_create('x'))\n    os.write(fds[-1], bytes(1 << 24))"
+    )
+    done = await long.exec(["python3", "-c", hoard], timeout_s=30)
+    assert (done.exit_code, done.oom) == (137, True)
+    assert (await long.exec(["cat", "/proc/self/oom_score_adj"], timeout_s=20)).stdout == b"500\n"
+
+
+async def test_pipes_that_are_held_for_ever_leave_the_agent_descriptors(local: LocalProvider) -> None:
+    long = await make(local, options={"mode": "session"})
+    keep = (
+        "import os, socket, time\nend = socket.socket(socket.AF_UNIX)\nend.bind('/tmp/keeper')\nend.listen(99)\n"
+        "kept = []\nprint('ready', flush=True)\nos.close(1)\nos.close(2)\n"
+        "while True:\n    one = end.accept()[0]\n    kept.append(socket.recv_fds(one, 9, 2)[1])\n    one.send(b'x')\n"
+    )
+    give = (
+        "import socket\nend = socket.socket(socket.AF_UNIX)\nend.connect('/tmp/keeper')\n"
+        "socket.send_fds(end, [b'x'], [1, 2])\nend.recv(1)\n"
+    )
+    await long.write("keep.py", keep.encode())
+    await long.write("give.py", give.encode())
+    await long.exec("python3 -S keep.py & while [ ! -S /tmp/keeper ]; do sleep 0.01; done", timeout_s=20)
+    for _ in range(124):
+        done = await long.exec(["python3", "-I", "-S", "give.py"], timeout_s=20)
+        assert done.exit_code == 0, done.stderr
+    assert local.config.local.open_files <= 2 * 124 + 8
+    assert (await long.exec(["echo", "usable"], timeout_s=20)).stdout == b"usable\n"
 
 
 async def test_a_dead_agent_is_a_sandbox_that_is_gone_and_no_other_one(local: LocalProvider) -> None:

@@ -39,6 +39,9 @@ async def replied(shell: str, program: str) -> Reply:
 
 async def ran(shell: str, asked: Command, workspace: Path, **more: object) -> ExecResult:
     call = secrets.token_hex(8)
+    if asked.stdin and "uploaded" not in more:
+        more["uploaded"] = str(workspace / f".{call}.in")
+        Path(str(more["uploaded"])).write_bytes(asked.stdin)
     program = programs.command_program(call, asked, str(workspace), **more)
     return programs.parse_result(call, await replied(shell, program), asked, 0.0)
 
@@ -63,6 +66,38 @@ async def test_uploaded_input_is_used_and_removed(shell: str, tmp_path: Path) ->
     given.write_bytes(bytes(range(256)) * 3)
     done = await ran(shell, command(["cat"], stdin=b"not this"), tmp_path, uploaded=str(given))
     assert done.stdout == bytes(range(256)) * 3
+    assert not given.exists()
+
+
+_LOOK = """
+import base64, os, sys
+said = sys.stdin.buffer.read()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        words = open(f"/proc/{pid}/cmdline", "rb").read()
+        fds = {fd: os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    except OSError:
+        continue
+    if said in words or base64.b64encode(said)[:-4] in words:
+        print("in the arguments of", pid)
+    for fd, path in fds.items():
+        if path.startswith(os.getcwd()) and int(pid) != os.getpid():
+            print("open in", pid, fd, path)
+print(len(said), os.listdir("."))
+"""
+
+
+async def test_input_is_in_no_argument_and_no_file_while_the_command_runs(shell: str, tmp_path: Path) -> None:
+    secret = secrets.token_hex(40).encode()
+    done = await ran(shell, command(["python3", "-c", _LOOK], stdin=secret), tmp_path)
+    assert done.stdout.decode() == "80 []\n"
+    missing = str(tmp_path / "missing")
+    with pytest.raises(SandboxError, match="no input"):
+        await ran(shell, command(["cat"], stdin=b"x"), tmp_path, uploaded=missing)
+    given = tmp_path / "given"
+    given.write_bytes(b"x")
+    with pytest.raises(BadRequest):
+        await ran(shell, command(["cat"], stdin=b"x", cwd="nowhere"), tmp_path, uploaded=str(given))
     assert not given.exists()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -40,3 +41,11 @@ def test_beyond_loopback_it_wants_a_key_of_your_own(
     monkeypatch.delenv("TOLLWAY_E2B_KEY", raising=False)
     assert cli.main(["sandbox", "serve-e2b", "--provider", "fake", "--host", "0.0.0.0"]) == 2
     assert "TOLLWAY_E2B_KEY" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_told_with_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert cli.main(["sandbox", "serve-e2b", "--provider", "fake", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port" in said

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import math
 import time
+import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,8 @@ class Parts:
     """Fetch what a failed attempt recorded, too."""
     opening_grace_s: float = 5.0
     """Beyond ``open_timeout_s``, for the server's own answer that it has no capacity."""
+    faults: set[tuple[str, str]] = field(default_factory=set)
+    """Where users' code has raised what: each place has its traceback in the log once, not once an episode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +178,7 @@ class Attempt:
             if isinstance(leaf, TollwayError):
                 error = leaf
             else:
-                logger.exception("episode of %s broke", self._order.task_id)
+                self._log_once(leaf)
                 error = EpisodeFailed(f"{type(leaf).__name__}: {leaf}")
         self._seconds["total"] = time.monotonic() - started
         return Episode(
@@ -195,6 +198,13 @@ class Attempt:
             error=error,
             retryable=not self._provider_gave_up,
         )
+
+    def _log_once(self, fault: BaseException) -> None:
+        frames = traceback.extract_tb(fault.__traceback__)
+        place = (type(fault).__name__, f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "")
+        if place not in self._parts.faults:
+            self._parts.faults.add(place)
+            logger.error("episode of %s broke", self._order.task_id, exc_info=fault)
 
     async def _phases(self) -> None:
         async with AsyncExitStack() as place:

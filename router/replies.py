@@ -120,7 +120,7 @@ def logprobs_of(meta: Json, ids: Ids) -> NDArray[np.float32]:
         found = len(entries) if isinstance(entries, list) else type(entries).__name__
         raise UpstreamError(f"engine sent {found} output logprobs for {count} output ids")
     try:
-        numbers, tokens = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        numbers, tokens, *_ = zip(*entries, strict=False) if entries else ((), ())
         if not (_NUMBER.issuperset(map(type, numbers)) and _ONLY_INT.issuperset(map(type, tokens))):
             raise TypeError
         with np.errstate(over="ignore"):  # beyond float32 is not finite, and said so below

@@ -23,8 +23,6 @@ __all__ = ["Assembly", "event_batches", "parse_object", "whole_body"]
 
 _DONE = b"[DONE]"
 _FEW = 8
-_WHOLE_BYTES = 8 << 20
-"""Answers of at most this length are taken in one piece; longer ones are read while they arrive."""
 _MAX_EVENT = 1 << 28
 """Longest stream event: cumulative log-probabilities of a long reply are one line."""
 
@@ -43,9 +41,12 @@ def parse_object(body: bytes, names: Sequence[str] = ()) -> Json:
 async def whole_body(response: aiohttp.ClientResponse, most: int) -> bytes:
     """The body, or its first ``most`` bytes and a bit."""
     length, content = response.content_length, response.content
-    if length is not None and length <= min(most, _WHOLE_BYTES) and "content-encoding" not in response.headers:
-        # One wake-up for all of it instead of one for every piece.
-        content.set_read_chunk_size(length)
+    if content.is_eof():  # it has arrived, or there is none
+        return content.read_nowait()
+    # What fits into the buffer is waited for as a whole, with one wake-up instead of one for every piece. More than
+    # that would never come: reading stops when the buffer is full.
+    fits = length is not None and length <= min(most, content.get_read_buffer_limits()[1])
+    if fits and "content-encoding" not in response.headers:
         if content.exception() is None:
             await content.wait_eof()
         return content.read_nowait()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -226,8 +227,15 @@ def _child(command: Sequence[str], what: str, *, stdin: str = "") -> str:
         raise ConfigError(f"{what}: {error}") from error
     if done.returncode != 0:
         hint = "; install pip into this environment" if "No module named pip" in done.stderr else ""
-        raise ConfigError(f"{what} failed{hint}:\n{done.stderr[-1500:].strip()}")
+        raise ConfigError(f"{what} failed{hint}:\n{_last_words(done.stderr)}")
     return done.stdout
+
+
+def _last_words(said: str) -> str:
+    """The end of what pip said, the same whenever the same went wrong: of its retries the last, no addresses."""
+    lines = [re.sub(r"<[\w.]+ object at 0x[0-9a-f]+>(: )?", "", line) for line in said.strip().splitlines()]
+    retries = [number for number, line in enumerate(lines) if line.startswith("WARNING: Retrying")]
+    return "\n".join(line for number, line in enumerate(lines) if number not in retries[:-1])[-1500:]
 
 
 def unpack(archive: Path, into: Path) -> None:

@@ -127,6 +127,8 @@ def _fetch(arguments: argparse.Namespace, settings: Settings) -> int:
 
     cache = _cache(settings)
     wrong: dict[str, str] = {}
+    met: dict[str, str] = {}
+    ready = 0
     entries = _entries(arguments, settings)
     for entry in entries:
         try:
@@ -134,13 +136,17 @@ def _fetch(arguments: argparse.Namespace, settings: Settings) -> int:
         except (BadRequest, ConfigError) as error:
             wrong[entry.task.instance_id] = str(error)
             print(f"{entry.task.instance_id}: {error}", file=sys.stderr)
+            if met.setdefault(str(error), _source(entry)) != _source(entry):
+                print("tollway: that is no matter of one library, so the others are not tried", file=sys.stderr)
+                break
             continue
+        ready += 1
         if not arguments.json:
             print(f"{entry.task.instance_id}: ready")
     if arguments.json:
-        print(json.dumps({"ready": len(entries) - len(wrong), "failed": wrong, "cache": str(cache.root)}))
+        print(json.dumps({"ready": ready, "failed": wrong, "cache": str(cache.root)}))
     else:
-        print(f"{len(entries) - len(wrong)} of {len(entries)} tasks are ready in {cache.root}")
+        print(f"{ready} of {len(entries)} tasks are ready in {cache.root}")
     return EXIT_FAILED if wrong else 0
 
 

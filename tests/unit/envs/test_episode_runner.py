@@ -255,15 +255,16 @@ async def test_when_no_engine_or_no_sandbox_can_serve_the_component_is_lost() ->
         await _left_clean(provider, sessions)
 
 
-async def test_a_bug_in_a_harness_ends_its_episode_and_not_the_group() -> None:
+async def test_a_bug_in_a_harness_ends_its_episode_and_not_the_group(caplog: pytest.LogCaptureFixture) -> None:
     def broken(messages: object) -> Message:
         raise ZeroDivisionError("harness bug")
 
     sessions = ScriptedSessions(broken)
     async with _fake() as provider:
-        (rollout,) = (await runner(sessions, provider).run_group(request())).rollouts
-        assert rollout.reward is None
-        assert "ZeroDivisionError: harness bug" in str(rollout.error)
+        rollouts = (await runner(sessions, provider).run_group(request(samples=2))).rollouts
+        assert [rollout.reward for rollout in rollouts] == [None, None]
+        assert all("ZeroDivisionError: harness bug" in str(rollout.error) for rollout in rollouts)
+        assert caplog.text.count("Traceback") == 1, "each fault is told once, not once an episode"
         await _left_clean(provider, sessions)
 
 

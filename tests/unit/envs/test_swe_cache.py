@@ -15,7 +15,7 @@ import pytest
 from swe_helpers import LIBRARY, shapes, shapes_fields, write_files
 
 from tollway.envs.swe import patches
-from tollway.envs.swe.cache import Cache, head_of, unpack
+from tollway.envs.swe.cache import Cache, _last_words, head_of, unpack
 from tollway.envs.swe.prepared import prepare
 from tollway.envs.swe.site import PYTEST, packages_for, requirements
 from tollway.envs.swe.task import Checkout, Package, Sdist, parse_task
@@ -164,3 +164,11 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     assert Cache().root == tmp_path / "tollway" / "swe"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert Cache().root == Path(os.path.expanduser("~")) / ".cache" / "tollway" / "swe"
+
+
+def test_pips_last_words_are_the_same_whenever_the_same_went_wrong() -> None:
+    said = [
+        f"WARNING: Retrying (total={left}) after '<pip.Connection object at 0x7f{left}>: refused'" for left in (1, 0)
+    ]
+    words = _last_words("\n".join([*said, "ERROR: No matching distribution found for x==1"]))
+    assert words == "WARNING: Retrying (total=0) after 'refused'\nERROR: No matching distribution found for x==1"

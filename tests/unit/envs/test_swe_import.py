@@ -151,3 +151,14 @@ def test_the_tiny_set_needs_no_fetching_and_verifies(tmp_path: Path, capsys: pyt
         ("reference fix", 1.0),
         ("nothing changed", 0.0),
     ]
+
+
+def test_fetching_stops_where_the_same_goes_wrong_for_every_library(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert main(["tasks", "fetch", "shipped", "--set", f"env.swe.cache={tmp_path / 'file'}"]) == 1
+    said = capsys.readouterr()
+    assert "the others are not tried" in said.err
+    assert said.err.count("cannot write the cache") < 10
+    assert f"0 of 56 tasks are ready in {tmp_path / 'file'}" in said.out

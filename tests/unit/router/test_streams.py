@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from tollway.records import Sampling
 from tollway.router.engines import EngineClient
 from tollway.router.facts import EngineFacts
 from tollway.router.fake import FakeEngine, FakeReply
-from tollway.router.streams import Assembly
+from tollway.router.streams import Assembly, whole_body
 from tollway.router.wire import GenerateCall, GenerateDelta, GenerateReply, Prompt
 
 CALL = GenerateCall(
@@ -154,3 +155,28 @@ async def test_a_prompt_of_more_than_a_megabyte_is_sent_without_a_warning() -> N
         reply = await EngineClient(engine.url, http).generate(replace(CALL, prompt=prompt, stream=False))
     assert reply.output_ids.tolist() == [99]
     assert engine.requests[0].prompt_tokens == reply.prompt_tokens == 250_000
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["read at once", "read when the buffer is full"])
+@pytest.mark.parametrize("head", ["200 OK", "304 Not Modified"])
+@pytest.mark.parametrize("size", [0, 10, 100_000, 130_000, 5_000_000])
+async def test_a_body_of_any_length_is_read_whole(head: str, size: int, waits: bool) -> None:
+    body = bytes(index % 251 for index in range(min(size, 251))) * (size // 251 + 1)
+    body = body[: size if head.startswith("200") else 0]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(f"HTTP/1.1 {head}\r\nContent-Length: {size}\r\n\r\n".encode() + body)
+        await reader.read()  # until the client goes
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with (
+        server,
+        asyncio.timeout(20),
+        aiohttp.ClientSession(read_bufsize=65_536) as http,
+        http.get(f"http://127.0.0.1:{port}/") as response,
+    ):
+        await asyncio.sleep(0.1 * waits)
+        assert await whole_body(response, 1 << 29) == body

@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import pytest
 
-from tollway.errors import BadRequest, CapabilityMissing, SandboxError, SandboxGone
+from tollway.errors import BadRequest, CapabilityMissing, SandboxError, SandboxGone, SandboxUnavailable
 from tollway.sandboxes.base import Sandbox, SandboxProvider, SandboxSpec
 from tollway.sandboxes.config import DockerConfig, SandboxConfig
+from tollway.sandboxes.docker import DockerProvider
 from tollway.sandboxes.docker_settings import KEEPER, archive_of, container_settings, workspace_archive
 from tollway.sandboxes.remote import RemoteSandbox, expires_in, labels_of, marks_of, restored_spec, wanted_marks
 from tollway.sandboxes.remote_program import Reply
@@ -176,3 +177,13 @@ async def test_wrong_paths_never_reach_the_machine(sandbox: ShellSandbox) -> Non
         with pytest.raises(BadRequest):
             await sandbox.write(path, b"")
     assert sandbox.programs == []
+
+
+async def test_a_daemon_that_is_nowhere_is_told_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(url: str | None) -> None:
+        raise AssertionError  # what aiodocker does, without a word
+
+    monkeypatch.setattr(pytest.importorskip("aiodocker"), "Docker", nowhere)
+    async with DockerProvider(SandboxConfig(provider="docker")) as provider:
+        with pytest.raises(SandboxUnavailable, match="no socket where a daemon usually has one; start it, or name it"):
+            provider.client()

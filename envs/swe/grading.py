@@ -66,6 +66,14 @@ class Expected:
     events: Collection[str]
 
 
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One run: what is laid over the tree, and what is run there."""
+
+    files: Mapping[str, bytes]
+    plan: Plan
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweGrader(Grader):
     """Judges one task's submissions."""
@@ -81,20 +89,26 @@ class SweGrader(Grader):
 
     async def grade(self, task: Task, work: Work) -> Verdict:
         """Judge in two sandboxes of its own, which are gone when this returns."""
+        # Reading a tree and rewriting its tests takes a while.
+        trials, expected = await asyncio.to_thread(self._prepare, work.submission)
+        real, control = await asyncio.gather(*(self._run(task, work, trial) for trial in trials))
+        outside = [path for path in work.submission if not self.task.may_submit(path)]
+        return judge(real, control, expected, outside=sorted(outside))
+
+    def _prepare(self, submission: Mapping[str, bytes]) -> tuple[list[_Trial], Expected]:
+        """The real run and the control run of a submission, and what an honest one shows in them."""
         pick = random.Random(self.seed if self.seed is not None else secrets.randbits(64))
-        tree = await asyncio.to_thread(tree_files, self.tree)
-        present = [path for path in tree if self.task.may_submit(path)]
-        given = {path: data for path, data in work.submission.items() if self.task.may_submit(path)}
+        tree = tree_files(self.tree)
+        given = {path: data for path, data in submission.items() if self.task.may_submit(path)}
         tests = self._tests(tree)
         wanted = (*self.task.fail_to_pass, *sample(self.task, self.p2p_sample))
         files = sorted({one.partition("::")[0] for one in wanted})
         if any(path not in tests for path in files):
             raise BadRequest(f"task {self.task.instance_id} names tests in files that its source does not have")
         shown = {path: tests[path] for path in files}
-        gone = [path for path in present if path not in given]
+        gone = [path for path in tree if self.task.may_submit(path) and path not in given]
         hidden = {path: text for path, text in tests.items() if tree.get(path) != text.encode()}
-        runs = []
-        planted = []
+        trials, planted = [], []
         seed = pick.getrandbits(64)
         for swapped in (False, True):
             # Seeded alike: the same modules are changed in both.
@@ -103,11 +117,9 @@ class SweGrader(Grader):
             one = Planted(sentinels=sentinels, falsified=falsified)
             contents = {**hidden, **changed, **sentinels.files}
             plan = self._plan(sorted({*files, *sentinels.files}), sorted({*wanted, *one.ids}), gone)
-            runs.append(self._run(task, work, {**given, **_encoded(contents)}, plan))
+            trials.append(_Trial({**given, **_encoded(contents)}, plan))
             planted.append(one)
-        real, control = await asyncio.gather(*runs)
-        expected = Expected(passing=wanted, real=planted[0], control=planted[1], events=self.task.events)
-        return judge(real, control, expected, outside=sorted(set(work.submission) - set(given)))
+        return trials, Expected(passing=wanted, real=planted[0], control=planted[1], events=self.task.events)
 
     def _tests(self, tree: Mapping[str, bytes]) -> dict[str, str]:
         """The task's test modules as grading restores them."""
@@ -166,7 +178,8 @@ class SweGrader(Grader):
             total_s=task.timeouts.total_s,
         )
 
-    async def _run(self, task: Task, work: Work, files: Mapping[str, bytes], plan: Plan) -> Report:
+    async def _run(self, task: Task, work: Work, trial: _Trial) -> Report:
+        plan = trial.plan
         if not plan.files:
             return Report(complete=True)
         spec = SandboxSpec(
@@ -174,7 +187,7 @@ class SweGrader(Grader):
             labels={"task": task.task_id, "role": "grader"},
             image=self.task.source.image if isinstance(self.task.source, Checkout) else None,
             tree=self.tree,
-            files=files,
+            files=trial.files,
             mounts=program_mounts(self.site),
             mem_mb=self.mem_mb,
         )

@@ -154,9 +154,7 @@ def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
-def falsify(
-    text: str, path: str, tests: Mapping[str, Sequence[int]], pick: random.Random, *, most: int = 6
-) -> Falsified:
+def falsify(text: str, tests: Mapping[str, Sequence[int]], pick: random.Random, *, most: int = 6) -> Falsified:
     """A module in which the named test functions are falsified.
 
     ``tests`` gives, by node id without parameters, the places among ``assertions`` that may be used; with none of
@@ -168,34 +166,23 @@ def falsify(
     edits: list[_Edit] = []
     must_fail: list[tuple[str, str, int | None]] = []
     taken = {node.name for node in ast.walk(module.tree) if isinstance(node, _Function | ast.ClassDef)}
-    for test, places in tests.items():
-        names = test.partition("::")[2].split("::")
-        function = module.find(names)
-        if function is None:
-            continue
-        found = assertions(function)
-        usable = [at for at in places if at < len(found)]
-        if not usable and not _reaches_its_end(function):
-            continue
+    for test, function, usable in _usable(module, tests):
         chosen: list[int | None] = [*pick.sample(usable, min(most, len(usable)))] or [None]
-        variants = [
-            _with_tail(module, function, pick) if at is None else _variant(module, function, found[at], helper, pick)
-            for at in chosen
-        ]
+        variants = [_variant(module, function, at, helper, pick) for at in chosen]
         start, end = module.first_line(function), module.after(function)
         texts = [variants[0]]
         must_fail.append((test, test, chosen[0]))
         for at, variant in zip(chosen[1:], variants[1:], strict=True):
             alias = look_alike(function.name, taken, pick)
             texts.append(variant.replace(f"def {function.name}(", f"def {alias}(", 1))
-            must_fail.append(("::".join([path, *names[:-1], alias]), test, at))
+            must_fail.append((_renamed(test, alias), test, at))
         edits.append(_Edit(start, end, "".join(one if one.endswith("\n") else one + "\n" for one in texts)))
     body = module.edited(0, len(text.encode()), edits)
     return Falsified(f"{body.rstrip()}\n\n\n{_helper(helper, pick)}", tuple(must_fail))
 
 
 def twins(
-    text: str, path: str, tests: Mapping[str, Sequence[int]], pick: random.Random, *, swapped: Collection[str] = ()
+    text: str, tests: Mapping[str, Sequence[int]], pick: random.Random, *, swapped: Collection[str] = ()
 ) -> Falsified:
     """A module in which each named test has a twin: one of the two is as it was, the other is falsified.
 
@@ -207,32 +194,41 @@ def twins(
     edits: list[_Edit] = []
     must_fail: list[tuple[str, str, int | None]] = []
     taken = {node.name for node in ast.walk(module.tree) if isinstance(node, _Function | ast.ClassDef)}
-    for test, places in tests.items():
-        names = test.partition("::")[2].split("::")
-        function = module.find(names)
-        if function is None:
-            continue
-        found = assertions(function)
-        usable = [at for at in places if at < len(found)]
-        if not usable and not _reaches_its_end(function):
-            continue
+    for test, function, usable in _usable(module, tests):
         at = pick.choice(usable) if usable else None
-        wrong = (
-            _with_tail(module, function, pick) if at is None else _variant(module, function, found[at], helper, pick)
-        )
+        wrong = _variant(module, function, at, helper, pick)
         alias = look_alike(function.name, taken, pick)
         start, end = module.first_line(function), module.after(function)
         own, other = (wrong, module.bytes(start, end)) if test in swapped else (module.bytes(start, end), wrong)
         both = [own, other.replace(f"def {function.name}(", f"def {alias}(", 1)]
         pick.shuffle(both)
         edits.append(_Edit(start, end, "".join(one if one.endswith("\n") else one + "\n" for one in both)))
-        must_fail.append((test if test in swapped else "::".join([path, *names[:-1], alias]), test, at))
+        must_fail.append((test if test in swapped else _renamed(test, alias), test, at))
     body = module.edited(0, len(text.encode()), edits)
     return Falsified(f"{body.rstrip()}\n\n\n{_helper(helper, pick)}", tuple(must_fail))
 
 
-def _variant(module: _Module, function: _Function, node: ast.stmt, helper: str, pick: random.Random) -> str:
-    """The function's text with one assertion falsified."""
+def _usable(module: _Module, tests: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, _Function, list[int]]]:
+    """Tests of the module that can be falsified, and the places among their ``assertions`` that may be used."""
+    for test, places in tests.items():
+        function = module.find(test.partition("::")[2].split("::"))
+        if function is None:
+            continue
+        count = len(assertions(function))
+        usable = [at for at in places if at < count]
+        if usable or _reaches_its_end(function):
+            yield test, function, usable
+
+
+def _renamed(test: str, name: str) -> str:
+    return f"{test.rpartition('::')[0]}::{name}"
+
+
+def _variant(module: _Module, function: _Function, at: int | None, helper: str, pick: random.Random) -> str:
+    """The function's text with its assertion ``at`` falsified, with a wrong one at its end for ``None``."""
+    if at is None:
+        return _with_tail(module, function, pick)
+    node = assertions(function)[at]
     start, end = module.first_line(function), module.after(function)
     return module.edited(start, end, _edits(module, node, helper, pick))
 

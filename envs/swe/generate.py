@@ -170,7 +170,7 @@ class Maker:
         for path, functions in by_file.items():
             text = read_source(self._base / path)
             tests: dict[str, Sequence[int]] = {one: range(40) for one in sorted(functions)}
-            falsified = controls.falsify(text, path, tests, random.Random(1), most=40)
+            falsified = controls.falsify(text, tests, random.Random(1), most=40)
             files[path] = falsified.text
             wanted += falsified.must_fail
         report = await self._run(files, collect=sorted(files))

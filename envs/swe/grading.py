@@ -14,6 +14,7 @@ import asyncio
 import hashlib
 import random
 import secrets
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ __all__ = ["SweGrader", "judge", "sample"]
 
 MOST_FALSIFIED, OTHER_FALSIFIED = 8, 3
 """Test functions of FAIL_TO_PASS that get a falsified twin, and functions of PASS_TO_PASS."""
+_ONE_AT_A_TIME = threading.Lock()
+"""CPython counts the depth of the syntax tree that it builds in one place for all threads: two of them parsing
+side by side are a SystemError now and then."""
 
 
 def sample(task: SweTask, count: int) -> tuple[str, ...]:
@@ -97,6 +101,10 @@ class SweGrader(Grader):
 
     def _prepare(self, submission: Mapping[str, bytes]) -> tuple[list[_Trial], Expected]:
         """The real run and the control run of a submission, and what an honest one shows in them."""
+        with _ONE_AT_A_TIME:
+            return self._prepared(submission)
+
+    def _prepared(self, submission: Mapping[str, bytes]) -> tuple[list[_Trial], Expected]:
         pick = random.Random(self.seed if self.seed is not None else secrets.randbits(64))
         tree = tree_files(self.tree)
         given = {path: data for path, data in submission.items() if self.task.may_submit(path)}
@@ -151,7 +159,7 @@ class SweGrader(Grader):
         for path in sorted({one.partition("::")[0] for one in chosen}):
             tests = {one: self.task.controls.get(one, ()) for one in sorted(chosen) if one.startswith(f"{path}::")}
             try:
-                made = controls.twins(modules[path], path, tests, pick, swapped=swaps)
+                made = controls.twins(modules[path], tests, pick, swapped=swaps)
             except SyntaxError:
                 continue
             if made.must_fail:

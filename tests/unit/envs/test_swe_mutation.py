@@ -101,7 +101,7 @@ def outcome(text: str, name: str, *arguments: object) -> str:
 @pytest.mark.parametrize("seed", range(8))
 def test_falsified_tests_fail_and_the_rest_still_passes(seed: int) -> None:
     tests = {"t.py::test_plain": range(9), "t.py::TestCase::test_method": range(9)}
-    made = controls.falsify(TESTS, "t.py", tests, random.Random(seed))
+    made = controls.falsify(TESTS, tests, random.Random(seed))
     ast.parse(made.text)
     assert len(made.must_fail) == 5
     for test, original, place in made.must_fail:
@@ -117,7 +117,7 @@ def test_of_twins_one_fails_and_the_names_do_not_say_which(seed: int) -> None:
     plain, method = "t.py::test_plain", "t.py::TestCase::test_method"
     tests = {plain: range(9), method: range(9)}
     for swapped in ((), (plain, method), (method,)):
-        made = controls.twins(TESTS, "t.py", tests, random.Random(seed), swapped=swapped)
+        made = controls.twins(TESTS, tests, random.Random(seed), swapped=swapped)
         assert len(made.must_fail) == 2
         wrong = {test.rpartition("::")[2] for test, _, _ in made.must_fail}
         assert {original for test, original, _ in made.must_fail if test == original} == set(swapped)
@@ -128,7 +128,7 @@ def test_of_twins_one_fails_and_the_names_do_not_say_which(seed: int) -> None:
             assert len(names) == 2
             for name in names:
                 assert outcome(made.text, name, *arguments) == ("failed" if name in wrong else "passed")
-    apart = [controls.twins(TESTS, "t.py", tests, random.Random(seed), swapped=one).text for one in ((), tests)]
+    apart = [controls.twins(TESTS, tests, random.Random(seed), swapped=one).text for one in ((), tests)]
     lines = [sorted(line.split("(")[0] for line in text.splitlines()) for text in apart]
     assert lines[0] == lines[1]
 
@@ -137,7 +137,7 @@ def test_wrong_numbers_and_texts_are_often_near_the_right_ones() -> None:
     text = "def test_a():\n    assert f() == 10\n    assert g() == 'abc'\n"
     numbers, words = set(), set()
     for seed in range(60):
-        made = controls.twins(text, "t.py", {"t.py::test_a": (0, 1)}, random.Random(seed))
+        made = controls.twins(text, {"t.py::test_a": (0, 1)}, random.Random(seed))
         numbers |= {int(one) for one in re.findall(r"f\(\) == (\d+)", made.text)}
         words |= set(re.findall(r"g\(\) == '(\w+)'", made.text))
     assert {9, 11} <= numbers
@@ -147,7 +147,7 @@ def test_wrong_numbers_and_texts_are_often_near_the_right_ones() -> None:
 
 def test_without_an_assertion_to_falsify_a_wrong_one_is_added_where_it_is_reached() -> None:
     text = "def test_a():\n    value = 1\n\n\ndef test_b():\n    return 1\n"
-    made = controls.falsify(text, "t.py", {"t.py::test_a": (), "t.py::test_b": ()}, random.Random(1))
+    made = controls.falsify(text, {"t.py::test_a": (), "t.py::test_b": ()}, random.Random(1))
     assert [test for test, _, _ in made.must_fail] == ["t.py::test_a"]
     assert outcome(made.text, "test_a") == "failed"
 

@@ -114,9 +114,10 @@ rm -rf "$d"
 
 _STOP = r"""
 mkdir "$d" && { : >"$d/stopped"; exit 0; }
-m=0
-read -r q <"$d/run"
-while [ -e "$d" ] && kill -0 "$q" && [ $m -lt 30 ]; do
+m=0; q=
+while [ -e "$d" ] && [ $m -lt 30 ]; do
+  [ -n "$q" ] || read -r q <"$d/run"  # it may be about to be written
+  [ -z "$q" ] || kill -0 "$q" || break
   reap; m=$((m+1)); sleep 0.1 || sleep 1
 done
 reap

@@ -139,6 +139,21 @@ async def test_a_command_can_be_stopped_from_outside_and_before_it_begins(shell:
     shutil.rmtree(f"/tmp/.tollway-{never}")
 
 
+async def test_a_command_that_is_just_beginning_is_stopped_too(shell: str, tmp_path: Path) -> None:
+    call, made = secrets.token_hex(8), tmp_path / "made"
+    program = programs.command_program(call, command(["sh", "-c", f"sleep 0.5; touch {made}"]), str(tmp_path))
+    slow = program.replace('echo $$ >"$d/run"', 'sleep 0.7; echo $$ >"$d/run"')
+    assert slow != program
+    running = asyncio.create_task(replied(shell, slow))
+    async with asyncio.timeout(20):
+        while not Path(f"/tmp/.tollway-{call}").exists():
+            await asyncio.sleep(0.01)
+    await replied(shell, programs.stop_program(call))
+    await running
+    await asyncio.sleep(0.7)
+    assert not made.exists()
+
+
 async def test_files_go_in_and_out_in_pieces_and_never_through_links(
     shell: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,12 +142,18 @@ async def test_a_command_can_be_stopped_from_outside_and_before_it_begins(shell:
 async def test_a_command_that_is_just_beginning_is_stopped_too(shell: str, tmp_path: Path) -> None:
     call, made = secrets.token_hex(8), tmp_path / "made"
     program = programs.command_program(call, command(["sh", "-c", f"sleep 0.5; touch {made}"]), str(tmp_path))
-    slow = program.replace('echo $$ >"$d/run"', 'sleep 0.7; echo $$ >"$d/run"')
-    assert slow != program
-    running = asyncio.create_task(replied(shell, slow))
+    # Its number is not written yet, and its first process is on its way.
+    for quick, late in (
+        ('echo $$ >"$d/run"', '(sleep 0.4; echo $$ >"$d/run") &'),
+        ("run() { exec", "run() { sleep 0.8; exec"),
+    ):
+        assert quick in program
+        program = program.replace(quick, late)
+    running = asyncio.create_task(replied(shell, program))
     async with asyncio.timeout(20):
-        while not Path(f"/tmp/.tollway-{call}").exists():
+        while not Path(f"/tmp/.tollway-{call}/e").exists():
             await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
     await replied(shell, programs.stop_program(call))
     await running
     await asyncio.sleep(0.7)

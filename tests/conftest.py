@@ -7,6 +7,12 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+# Searches find new cases only where a finding is wanted: `scripts/test --all` explores, the gate repeats.
+settings.register_profile("repeat", derandomize=True)
+settings.register_profile("explore", print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 # One thread per process: on a loaded machine a second one makes single steps many times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -83,7 +83,7 @@ class _Collector:
         hits = stats.cached_tokens
         yield self._counter(
             "cached_tokens", "Prompt tokens of finished requests found in the cache", "cache_source",
-            {"device": hits, "host": 0, "storage": 0, "total": hits},
+            {"device": hits, "host": 0, "storage": 0},  # never a "total" beside its parts: sums would count twice
         )  # fmt: skip
         yield self._counter(
             "prefill_effective_tokens", "Prompt tokens at first prefills, by where they came from", "mode",

@@ -154,13 +154,12 @@ class EngineClient:
         facts: EngineFacts = UNKNOWN,
     ) -> None:
         self.url = url.rstrip("/")
-        self.timeouts = timeouts or Timeouts()
+        t = self.timeouts = timeouts or Timeouts()
         self.facts = facts
         self._http = http
         self._bodies: set[aiohttp.StreamReader] = set()
         """Of answers that are read now."""
         self.aborts = Aborts(self.abort, needless=lambda: http.closed)
-        t = self.timeouts
         self._call_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s)
         self._stream_timeout = aiohttp.ClientTimeout(total=t.call_s, sock_connect=t.connect_s, sock_read=t.progress_s)
         self._control_timeout = aiohttp.ClientTimeout(total=t.control_s, sock_connect=t.connect_s)
@@ -332,14 +331,20 @@ class EngineClient:
 
     async def update_weights_from_disk(self, path: str, version: int | None = None) -> None:
         """Load a model directory that the engine can read; it rolls back by itself. Never flushes."""
-        body: dict[str, object] = {"model_path": path, "flush_cache": False}
-        if version is not None:
-            body["weight_version"] = str(version)
-        await self._post("/update_weights_from_disk", body)
+        stamp = {} if version is None else {"weight_version": str(version)}
+        await self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False, **stamp})
 
     async def set_weight_version(self, version: int) -> None:
         """Stamp the weights; running requests go on."""
         await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Give back ``kv_cache``, ``weights``, ``cuda_graph`` with their content; idle or retracted, each once."""
+        await self._post("/release_memory_occupation", {"tags": list(tags)})
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take memory of released ``tags`` again, and of no other: a stock server dies of one that it has."""
+        await self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     # -- transport ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tollway.records import FinishReason, Ids, VersionSpan
 from tollway.router.calls import Attempt
 from tollway.router.causes import CallFacts
 from tollway.router.wire import Prompt
-from tollway.session_server.matching import EMPTY, Digest, chain, message_key, tools_digest
+from tollway.session_server.matching import EMPTY, Digest, chain, message_key, reply_keys, tools_digest
 
 __all__ = ["Attachment", "Forest", "Node", "Place", "common_prefix", "path_prompt"]
 
@@ -230,10 +230,9 @@ class Forest:
 
     def end_digests(self, request_digest: Digest, reply: Message) -> tuple[Digest, Digest]:
         """(full, bare) digests of a conversation after ``reply``."""
-        full = chain(request_digest, message_key(reply, call_ids=self.call_ids))
-        if reply.reasoning is None:
-            return full, full
-        return full, chain(request_digest, message_key(reply, call_ids=self.call_ids, reasoning=False))
+        key, bare = reply_keys(reply, call_ids=self.call_ids)
+        full = chain(request_digest, key)
+        return full, full if bare is key else chain(request_digest, bare)
 
     def add(self, node: Node) -> None:
         """Take in a committed node."""

@@ -200,7 +200,7 @@ class Journal:
             raise JournalError(f"cannot read journal {self.path}: {error}") from error
 
     def _work(self, connection: sqlite3.Connection) -> None:
-        open_ = True
+        open_ = erased = True  # by whoever had the file before
         while open_:
             try:
                 first = self._jobs.get(timeout=_COMPACT_EVERY_S if self._compacting else None)
@@ -221,8 +221,10 @@ class Journal:
                     break
             if jobs:
                 self._publish(self._commit(connection, jobs))
-            if self._jobs.empty():
+                erased = erased or _erase(jobs)
+            if (erased or self._compacting) and self._jobs.empty():
                 self._compact(connection)
+                erased = False
         connection.close()
 
     def _compact(self, connection: sqlite3.Connection) -> None:
@@ -282,6 +284,11 @@ def _transaction(connection: sqlite3.Connection, jobs: list[_Job]) -> Exception 
             except sqlite3.Error as second:
                 logger.error("rollback failed: %s", second)
         return error
+
+
+def _erase(jobs: list[_Job]) -> bool:
+    """Whether any of them may have freed space."""
+    return any(sql.startswith("DELETE") for job in jobs for sql, _ in job.statements)
 
 
 def _resolve(results: list[tuple[_Job, JournalError | None]]) -> None:

@@ -14,7 +14,7 @@ import xxhash
 
 from tollway.messages import Message, ToolSpec
 
-__all__ = ["EMPTY", "canonical_arguments", "chain", "message_key", "tools_digest"]
+__all__ = ["EMPTY", "canonical_arguments", "chain", "message_key", "reply_keys", "tools_digest"]
 
 Digest = bytes
 EMPTY: Digest = b"\x00" * 16
@@ -22,25 +22,35 @@ EMPTY: Digest = b"\x00" * 16
 _SEPARATOR = b"\x1f"
 
 
-def message_key(message: Message, *, call_ids: bool = True, reasoning: bool = True) -> bytes:
-    """Canonical bytes of one message; ``reasoning=False`` gives the form of a harness that drops it.
+def message_key(message: Message, *, call_ids: bool = True) -> bytes:
+    """Canonical bytes of one message.
 
     >>> one = Message(role="user", content="hi")
     >>> message_key(one) == message_key(Message(role="user", content="hi", name=None))
     True
     """
+    return reply_keys(message, call_ids=call_ids)[0]
+
+
+def reply_keys(message: Message, *, call_ids: bool = True) -> tuple[bytes, bytes]:
+    """Canonical bytes of one message, as it is and as a harness sends it that drops reasoning."""
     parts = [message.role.encode(), _text(message.content)]
     if message.name:
         parts.append(b"n" + _text(message.name))
     if message.tool_call_id and call_ids:
         parts.append(b"i" + _text(message.tool_call_id))
-    if message.reasoning and reasoning:
-        parts.append(b"r" + _text(message.reasoning))
+    thought = len(parts)
     for call in message.tool_calls:
         call_id = _text(call.id) if call_ids else b""
         parts.append(b"c" + _SEPARATOR.join((call_id, _text(call.name), _text(canonical_arguments(call.arguments)))))
     # Lengths keep "ab" + "c" and "a" + "bc" apart.
-    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    framed = [len(part).to_bytes(8, "little") + part for part in parts]
+    bare = b"".join(framed)
+    if not message.reasoning:
+        return bare, bare
+    part = b"r" + _text(message.reasoning)
+    framed.insert(thought, len(part).to_bytes(8, "little") + part)
+    return b"".join(framed), bare
 
 
 def chain(before: Digest, key: bytes) -> Digest:

@@ -103,6 +103,10 @@ class StepReport:
     """Per row [tokens]: log-probability of each token given those before it; NaN at position 0."""
     seconds: float
     cpu_seconds: float
+    flops: float | None = None
+    """Floating point operations that the model's formula asks for; ``None``: nobody counted."""
+    peak_bytes: int | None = None
+    """Most device memory that tensors held during the update; ``None`` without a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

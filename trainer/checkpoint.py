@@ -77,16 +77,27 @@ class CheckpointStore:
             raise ComponentLost(f"no readable checkpoint in {self._folder}; move it away to start afresh")
         return None
 
-    async def save(self, state: RunState, write_backend: Callable[[Path], Awaitable[None]]) -> Path:
-        """Write one checkpoint and make it the latest; older ones beyond the limit go."""
-        name = f"step_{state.step:06d}"
-        draft, target = self._folder / f".{name}.tmp", self._folder / name
+    async def draft(self, step: int, write_backend: Callable[[Path], Awaitable[None]]) -> None:
+        """Write the backend's part of the checkpoint of ``step``; without ``commit`` it never was."""
+        draft = self._draft(step)
         shutil.rmtree(draft, ignore_errors=True)
         (draft / "backend").mkdir(parents=True)
         await write_backend(draft / "backend")
+
+    async def commit(self, state: RunState) -> Path:
+        """Complete the draft of ``state.step`` and make it the latest; older ones beyond the limit go."""
+        draft, target = self._draft(state.step), self._folder / f"step_{state.step:06d}"
         (draft / _CONTROLLER).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
         await asyncio.to_thread(self._put_in_charge, draft, target)
         return target
+
+    async def save(self, state: RunState, write_backend: Callable[[Path], Awaitable[None]]) -> Path:
+        """``draft`` and ``commit``."""
+        await self.draft(state.step, write_backend)
+        return await self.commit(state)
+
+    def _draft(self, step: int) -> Path:
+        return self._folder / f".step_{step:06d}.tmp"
 
     def _put_in_charge(self, draft: Path, target: Path) -> None:
         fsync_tree(draft)

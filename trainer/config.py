@@ -66,6 +66,12 @@ class TrainerConfig(Section):
     """Per model call; unset: what the context leaves."""
     micro_batch_tokens: int = Field(default=2048, ge=1)
     """Padded tokens in one forward pass; changes speed and memory, never the loss."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the trained weights; gradients and optimizer state are fp32 in both. auto: bfloat16 on a GPU."""
+    compile_layers: bool = False
+    """Compile each decoder layer with torch; worth its minute on a GPU."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """What the training device can do at best at this dtype, to report the share of it; unset: no share."""
     optimizer: OptimizerConfig = OptimizerConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
 
@@ -91,6 +97,14 @@ class TrainerConfig(Section):
     max_failed_groups: int = Field(default=8, ge=1)
     """Groups in a row without one usable attempt before the run stops."""
 
+    refit_transport: Literal["tensor", "cuda_ipc", "disk"] = "tensor"
+    """How weights reach engines: in the calls themselves; as handles of memory on a GPU that trainer and engines
+    share; or as model directories under weights/ in the run directory, which engines read."""
+    colocated: bool = False
+    """Trainer and engines take turns on one device: engines sleep while the trainer trains, and its memory lies on
+    the host while they generate. Wants schedule = "sync"; SGLang wants enable-memory-saver = true."""
+    release_tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] = ("kv_cache", "weights", "cuda_graph")
+    """What engines that sleep give back."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
     bucket_mb: float = Field(default=512.0, gt=0)
     refit_timeout_s: float = Field(default=120.0, gt=0)
@@ -127,6 +141,27 @@ class TrainerConfig(Section):
             )
         if self.schedule == "one_step_ahead" and self.max_staleness < 1:
             raise ValueError("one_step_ahead trains on data one version old: max_staleness must be at least 1")
+        return self
+
+    @model_validator(mode="after")
+    def _can_take_turns(self) -> Self:
+        if not self.colocated:
+            return self
+        if self.schedule != "sync":
+            raise ValueError(
+                f"colocated with schedule {self.schedule!r}: engines cannot generate while the trainer has their "
+                'device; set trainer.schedule = "sync"'
+            )
+        if self.pause_mode == "in_place":
+            raise ValueError(
+                "colocated with pause_mode 'in_place': engines that sleep give back the keys and values that it keeps; "
+                'use "retract" or "abort"'
+            )
+        if not self.release_tags or len(set(self.release_tags)) < len(self.release_tags):
+            raise ValueError(
+                f"release_tags {list(self.release_tags)}: colocated engines give back at least one of kv_cache, "
+                "weights and cuda_graph, each named once"
+            )
         return self
 
     @property

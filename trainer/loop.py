@@ -26,14 +26,14 @@ from tollway.trainer.config import TrainerConfig
 from tollway.trainer.events import CheckpointSaved, GapMeasured, Listener, Resumed, StepFinished
 from tollway.trainer.gap import Gap, measure, scoring_batch, trajectories_at
 from tollway.trainer.ledger import DropReason, Ledger
-from tollway.trainer.metrics import MetricsFile, rollout_metrics, train_metrics
+from tollway.trainer.metrics import MetricsFile, refit_metrics, rollout_metrics, train_metrics
 from tollway.trainer.planner import Plan, plan
 from tollway.trainer.probe import fresh_groups
 from tollway.trainer.report import Totals, TrainReport
 from tollway.trainer.rollout import Rollouts, sampling_of
 from tollway.trainer.sft import learning_rate, optimizer_settings
 from tollway.trainer.spool import Spool
-from tollway.trainer.weights.refit import Refit, RefitReport
+from tollway.trainer.weights.turns import Handover, Turns
 
 __all__ = ["train"]
 
@@ -41,7 +41,7 @@ __all__ = ["train"]
 async def train(
     backend: BackendHandle,
     source: EpisodeSource,
-    refit: Refit,
+    turns: Turns,
     config: TrainerConfig,
     *,
     run_dir: Path,
@@ -49,11 +49,13 @@ async def train(
 ) -> TrainReport:
     """Run to ``config.steps`` steps, from the last checkpoint of ``run_dir`` if there is one.
 
-    The backend arrives with its starting weights (a checkpoint replaces them). Raises ``ComponentLost``
-    when engines, server, ledger or training process are gone; what is committed stays for the next start.
+    The backend arrives with its starting weights (a checkpoint replaces them). A device that it shares with engines
+    is theirs when this ends. Raises ``ComponentLost`` when engines, server, ledger or training process are gone; what
+    is committed stays for the next start.
     """
     with Ledger(run_dir / "ledger.sqlite") as ledger:
-        run = _Run(backend, source, refit, config, run_dir, ledger, on_event)
+        run = _Run(backend, source, turns, config, run_dir, ledger, on_event)
+        await turns.trainer()
         await run.open()
         await run.publish()
         with _one_error():
@@ -72,13 +74,13 @@ class _Run:
         self,
         backend: BackendHandle,
         source: EpisodeSource,
-        refit: Refit,
+        turns: Turns,
         config: TrainerConfig,
         run_dir: Path,
         ledger: Ledger,
         on_event: Listener,
     ) -> None:
-        self._backend, self._source, self._refit, self._config = backend, source, refit, config
+        self._backend, self._source, self._turns, self._config = backend, source, turns, config
         self._ledger, self._on_event, self._dir = ledger, on_event, run_dir
         self._spool = Spool(run_dir / "spool", run_dir / "trajectories" if config.keep_trajectories else None)
         self._checkpoints = CheckpointStore(run_dir / "checkpoints", keep=config.checkpoints_kept)
@@ -119,29 +121,40 @@ class _Run:
         started = time.perf_counter()
         ready, row = await self._take()
         groups = [each.group for each in ready]
+        await self._trainers_turn()
         row |= await self._probe(groups) if self._first else {}
         planned = plan(groups, self._config)
         row |= rollout_metrics(groups, planned) | await self._update(planned)
         self._settle(ready, planned)
         self.version += 1
         self.step += 1
-        row |= _refit_metrics(await self.publish())
+        due = self.step % self._config.checkpoint_every == 0 or self.step == self._config.steps
+        if due and self._turns.shared:
+            await self._draft()  # the next line takes the weights off the device
+        row |= refit_metrics(await self.publish())
+        row[names.STEP_TIME] = time.perf_counter() - started
+        probes = self._config.gap_every and self.step % self._config.gap_every == 0
+        if probes and self._turns.shared:
+            row |= await self._probe_fresh()  # takes the device once more, so nothing else may generate yet
         self.rollouts.advance(step=self.step, version=self.version)
         row |= self._windows()
-        row[names.STEP_TIME] = time.perf_counter() - started
-        if self._config.gap_every and self.step % self._config.gap_every == 0:
+        if probes and not self._turns.shared:
             row |= await self._probe_fresh()
         self._count(row)
         self._metrics_bytes = self._metrics.write(self.step, row)
-        if self.step % self._config.checkpoint_every == 0 or self.step == self._config.steps:
-            await self._checkpoint()
+        if due:
+            await self._checkpoint(drafted=self._turns.shared)
         self._on_event(StepFinished(self.step, self._config.steps, row))
 
-    async def publish(self) -> RefitReport:
-        """Give the current weights to every engine, under the current version."""
+    async def publish(self) -> Handover:
+        """Give the current weights to every engine, under the current version, and a shared device with them."""
         with self.totals.phase("refit"):
-            buckets = await self._backend.weight_buckets(int(self._config.bucket_mb * 2**20))
-            return await self._refit.push(buckets, self.version)
+            return await self._turns.engines(self.version)
+
+    async def _trainers_turn(self) -> None:
+        if self._turns.shared:
+            with self.totals.phase("sleep"):
+                await self._turns.trainer()
 
     async def _take(self) -> tuple[list[Ready], dict[str, float]]:
         """The next batch, by prompt and not by arrival: the same groups then give the same sums bit for bit."""
@@ -161,7 +174,7 @@ class _Run:
                 rates.append(learning_rate(self._config.optimizer, self.updates, total))
                 reports.append(await self._backend.step(planned.batch, lr=rates[-1]))
                 self.updates += 1
-        return train_metrics(planned, reports, rates[-1])
+        return train_metrics(planned, reports, rates[-1], peak_tflops=self._config.peak_tflops)
 
     def _settle(self, ready: list[Ready], planned: Plan) -> None:
         """Decide the fates of the batch's prompts: trained by the step that is about to count, or dropped."""
@@ -194,7 +207,8 @@ class _Run:
             groups = await fresh_groups(
                 self._source, sampling_of(self._config), version=self.version, config=self._config
             )
-        return await self._probe(groups)
+        async with self._turns.aside(self.version):
+            return await self._probe(groups)
 
     def _windows(self) -> dict[str, float]:
         """Staleness figures since the last step, and the drops at arrival."""
@@ -224,7 +238,11 @@ class _Run:
             self.totals.add("diff:tokens", row[names.TOKENS])
             self.totals.add("diff:total", row[names.ABS_DIFF] * row[names.TOKENS])
 
-    async def _checkpoint(self) -> None:
+    async def _draft(self) -> None:
+        with self.totals.phase("checkpoint"):
+            await self._checkpoints.draft(self.step, self._backend.save)
+
+    async def _checkpoint(self, *, drafted: bool = False) -> None:
         with self.totals.phase("checkpoint"):
             self._ledger.sync()
             state = RunState(
@@ -234,7 +252,9 @@ class _Run:
                 metrics_bytes=self._metrics_bytes,
                 totals=dict(self.totals.values),
             )
-            path = await self._checkpoints.save(state, self._backend.save)
+            path = await (
+                self._checkpoints.commit(state) if drafted else self._checkpoints.save(state, self._backend.save)
+            )
         for index, step in self._unsettled:
             self._spool.settle([index], step)
         self._unsettled.clear()
@@ -245,14 +265,6 @@ class _Run:
         for index in self._spool.indices():
             if (step := self._ledger.trained_step(index)) is not None:
                 self._spool.settle([index], step)
-
-
-def _refit_metrics(pushed: RefitReport) -> dict[str, float]:
-    return {
-        names.WIRE_BYTES: float(pushed.wire_bytes),
-        names.REFIT_TIME: pushed.seconds,
-        names.PAUSE_TIME: pushed.paused_s,
-    }
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from tollway.telemetry import declare
 from tollway.trainer.batch import StepReport
 from tollway.trainer.losses import mismatch
 from tollway.trainer.planner import Plan, is_scored
+from tollway.trainer.weights.turns import Handover
 
-__all__ = ["MetricsFile", "facts_of", "rollout_metrics", "train_metrics"]
+__all__ = ["MetricsFile", "facts_of", "refit_metrics", "rollout_metrics", "train_metrics"]
 
 RAW_REWARD = declare("rollout/raw_reward", "reward", "Mean reward of scored attempts, groups without variance included")
 ROLLOUTS = declare("rollout/rollouts", "attempts", "Scored attempts in the step's groups")
@@ -58,9 +59,21 @@ STEP_TIME = declare("perf/step_time", "s", "Wall time of the step, refit include
 WAIT_TIME = declare("perf/train_wait_time", "s", "Time the trainer waited for groups")
 TRAIN_TIME = declare("perf/actor_train_time", "s", "Time in optimiser updates")
 TRAIN_CPU = declare("perf/actor_train_cpu_time", "s", "CPU time in optimiser updates")
+TRAIN_RATE = declare("perf/actor_train_tok_per_s", "tokens/s", "Tokens of the batch per second of optimiser updates")
+TRAIN_TFLOPS = declare("perf/actor_train_tflops", "TFLOP/s", "Operations of the model's formula in optimiser updates")
+TRAIN_MFU = declare("perf/actor_train_mfu", "1", "The same as a share of trainer.peak_tflops")
+TRAIN_PEAK = declare("perf/actor_train_peak_bytes", "bytes", "Most device memory that tensors held during an update")
+MAKE_TIME = declare("perf/update_weights_make_time", "s", "Time to serialise the weights in the training process")
 REFIT_TIME = declare("perf/update_weights_time", "s", "Time to push the serialised weights to all engines")
 PAUSE_TIME = declare("perf/update_weights_pause_time", "s", "Longest time that an engine was paused by the push")
 WIRE_BYTES = declare("perf/update_weights_wire_bytes", "bytes", "Payload bytes sent to each engine")
+WEIGHTS_RATE = declare(
+    "perf/update_weights_gb_per_s", "GB/s", "Bytes of the weights per second of the push, 1 GB = 10^9 bytes"
+)
+ASLEEP_TIME = declare("perf/engines_asleep_time", "s", "Time from the engines' sleep to their waking, when colocated")
+FREED_BYTES = declare(
+    "perf/engines_freed_bytes", "bytes", "Device memory that their sleep freed, by the driver's count"
+)
 
 
 class MetricsFile:
@@ -110,7 +123,9 @@ def rollout_metrics(groups: Sequence[Group], plan: Plan) -> dict[str, float]:
     return out | facts_of(scored)
 
 
-def train_metrics(plan: Plan, reports: Sequence[StepReport], lr: float) -> dict[str, float]:
+def train_metrics(
+    plan: Plan, reports: Sequence[StepReport], lr: float, *, peak_tflops: float | None = None
+) -> dict[str, float]:
     """Figures of a step's updates, largest values joined as largest; empty when nothing was trained."""
     if not reports:
         return {}
@@ -125,4 +140,38 @@ def train_metrics(plan: Plan, reports: Sequence[StepReport], lr: float) -> dict[
     if (first := found[0]) is not None:
         out |= {ABS_DIFF: first.abs_diff, KL: first.kl, ESS: first.ess_ratio}
         out[CLIPFRAC] = float(np.mean([each.clipfrac for each in found if each is not None]))
+    return out | _speed(plan, reports, out[TRAIN_TIME], peak_tflops)
+
+
+def _speed(plan: Plan, reports: Sequence[StepReport], seconds: float, peak_tflops: float | None) -> dict[str, float]:
+    out: dict[str, float] = {}
+    flops = [report.flops for report in reports if report.flops is not None]
+    peaks = [report.peak_bytes for report in reports if report.peak_bytes is not None]
+    if peaks:
+        out[TRAIN_PEAK] = float(max(peaks))
+    if seconds <= 0:
+        return out
+    out[TRAIN_RATE] = plan.batch.tokens * len(reports) / seconds
+    if len(flops) == len(reports):
+        out[TRAIN_TFLOPS] = sum(flops) / seconds / 1e12
+        if peak_tflops is not None:
+            out[TRAIN_MFU] = out[TRAIN_TFLOPS] / peak_tflops
+    return out
+
+
+def refit_metrics(done: Handover) -> dict[str, float]:
+    """Figures of the weights' way to the engines, and of a device that changed hands for it."""
+    pushed = done.pushed
+    out = {
+        WIRE_BYTES: float(pushed.wire_bytes),
+        MAKE_TIME: pushed.make_s,
+        REFIT_TIME: pushed.seconds,
+        PAUSE_TIME: pushed.paused_s,
+    }
+    if pushed.seconds > 0:
+        out[WEIGHTS_RATE] = pushed.weight_bytes / 1e9 / pushed.seconds
+    if done.asleep_s is not None:
+        out[ASLEEP_TIME] = done.asleep_s
+    if done.freed_bytes is not None:
+        out[FREED_BYTES] = float(done.freed_bytes)
     return out

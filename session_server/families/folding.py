@@ -30,6 +30,9 @@ class FoldingTokenizer:
         self.inner = inner
         self.enabled = True
         self._local = threading.local()
+        # Asked for at every turn: found here, they cost no failed look-up before.
+        self.convert_tokens_to_ids = inner.convert_tokens_to_ids
+        self.unk_token_id = inner.unk_token_id
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)

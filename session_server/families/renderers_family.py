@@ -370,9 +370,7 @@ class ReplyReader(PartialReader):
         return ParsedCall(attempt.name, arguments) if isinstance(arguments, str) else None
 
     def _before_end(self, ids: list[int]) -> list[int]:
-        if self.ends.isdisjoint(ids):
-            return ids
-        return ids[: next(at for at, token in enumerate(ids) if token in self.ends)]
+        return ids[: min(map(ids.index, self.ends.intersection(ids)), default=len(ids))]
 
     def _before_header(self, ids: list[int]) -> list[int]:
         """Without a header that is not finished: its text would pass for content."""

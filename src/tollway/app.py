@@ -45,7 +45,10 @@ from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key
 from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.sft import optimizer_settings
-from tollway.trainer.weights.refit import Refit
+from tollway.trainer.weights.payload import Weights
+from tollway.trainer.weights.refit import Limits, Refit, Sharing
+from tollway.trainer.weights.transport import DiskWeights, TensorWeights
+from tollway.trainer.weights.turns import Turns
 
 __all__ = [
     "JOIN_S",
@@ -63,6 +66,7 @@ __all__ = [
     "preflight",
     "run_to_end",
     "serve_with_engines",
+    "weights_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -93,19 +97,20 @@ class Fleet:
         async with open_episodes(config, self.sessions, self.provider, listen=listen) as found:
             yield PatientEpisodes(found.runner, self.keeper, found.environment)
 
-    def refit(self, settings: Settings) -> Refit:
+    def turns(self, settings: Settings, backend: BackendProxy) -> Turns:
         """The way of weights into the engines; the session server hears of every step before it can matter."""
         trainer = settings.trainer
         refit = Refit(
             self.members.targets,
+            weights_of(settings, backend),
             mode=trainer.pause_mode,
             notify=self.members.tell,
-            timeout_s=trainer.refit_timeout_s,
-            patience_s=settings.router.rollout_down_timeout_s,
+            limits=Limits(trainer.refit_timeout_s, settings.router.rollout_down_timeout_s),
             drained=partial(self.members.drained, limit_s=trainer.exact_drain_s),
+            sharing=Sharing(backend, trainer.release_tags) if trainer.colocated else None,
         )
         self.keeper.refit = refit
-        return refit
+        return Turns(refit, backend, shared=trainer.colocated)
 
     async def watch(self) -> None:
         """Keep engines running, bring weights to those that come back, and never return.
@@ -196,8 +201,8 @@ def preflight(settings: Settings) -> None:
 
 
 def check_sandbox(settings: Settings) -> None:
-    """Raise ``SandboxUnavailable`` where the local provider cannot run."""
-    if settings.sandbox.provider != "local":
+    """Raise ``SandboxUnavailable`` where the local provider cannot run; without isolation, on request, it can."""
+    if settings.sandbox.provider != "local" or settings.sandbox.local.unsafe:
         return
     found = probe(settings.sandbox.local)
     if not found.available:
@@ -235,10 +240,20 @@ def open_backend(settings: Settings, model: Path) -> BackendProxy:
         seed=settings.run.seed,
         micro_batch_tokens=trainer.micro_batch_tokens,
         optimizer=optimizer_settings(trainer.optimizer),
+        dtype=trainer.dtype,
+        compile_layers=trainer.compile_layers,
         options=dict(trainer.megatron),
     )
     log = settings.run_dir / "logs" / "trainer.log"
     return BackendProxy(spec, log_path=log, timeout_s=trainer.backend_timeout_s)
+
+
+def weights_of(settings: Settings, backend: BackendProxy) -> Weights:
+    """How the trainer's weights leave it, as ``trainer.refit_transport`` says."""
+    trainer = settings.trainer
+    if trainer.refit_transport == "disk":
+        return DiskWeights(backend, settings.run_dir / "weights")
+    return TensorWeights(backend, bucket_bytes=int(trainer.bucket_mb * 2**20), transport=trainer.refit_transport)
 
 
 @asynccontextmanager

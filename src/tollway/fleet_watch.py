@@ -155,7 +155,7 @@ class FleetKeeper:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_server(), name="session server")
-                tasks.create_task(self._engines.keep(down=self._members.forget, up=self._members.welcome))
+                tasks.create_task(self._engines.keep(down=self._forget, up=self._members.welcome))
                 tasks.create_task(self._catch_up(), name="catch up")
                 tasks.create_task(self._look_after(), name="fleet")
         except BaseExceptionGroup as errors:
@@ -173,6 +173,12 @@ class FleetKeeper:
             if any(row["state"] == EngineState.SERVING for row in _rows(await self._members.fleet())):
                 return
             await asyncio.sleep(_LOOK_S)
+
+    async def _forget(self, url: str) -> None:
+        """An engine died: what is started at its address has neither its weights nor its sleep."""
+        if self.refit is not None:
+            self.refit.forget(url)
+        await self._members.forget(url)
 
     async def _keep_server(self) -> None:
         await self._server.wait()

@@ -35,6 +35,7 @@ from tollway.trainer.events import CheckpointSaved, Event
 from tollway.trainer.loop import train as train_loop
 from tollway.trainer.rollout import sampling_of
 from tollway.trainer.sft import Demonstration, warm_start
+from tollway.trainer.weights.turns import Turns
 
 __all__ = [
     "EvaluationDone",
@@ -130,18 +131,14 @@ class _Training:
         async with AsyncExitStack() as stack:
             self._start("start", "engine, session server, training process")
             with self._notes.phase("start"):
-                fleet, backend = await _both(
-                    stack.enter_async_context(app.open_fleet(settings, model, journal=self._dir / "journal.sqlite")),
-                    stack.enter_async_context(app.open_backend(settings, model)),
-                )
-            return await guarded(fleet, self._phases(fleet, backend, found[1] if found else None))
+                fleet, backend, turns = await _open(stack, settings, model, journal=self._dir / "journal.sqlite")
+            return await guarded(fleet, self._phases(fleet, backend, turns, found[1] if found else None))
 
-    async def _phases(self, fleet: Fleet, backend: BackendProxy, resumed: RunState | None) -> Summary:
+    async def _phases(self, fleet: Fleet, backend: BackendProxy, turns: Turns, resumed: RunState | None) -> Summary:
         settings, notes = self._settings, self._notes
-        refit = fleet.refit(settings)
         if resumed is None:
             await self._warm_start(fleet, backend)
-            await refit.push(await backend.weight_buckets(int(settings.trainer.bucket_mb * 2**20)), 0)
+            await turns.engines(0)
             if settings.eval.at_start:
                 await self._evaluate(fleet, "before")
         self._start("reinforcement", f"{settings.trainer.steps} steps")
@@ -150,12 +147,13 @@ class _Training:
                 result = await train_loop(
                     backend,
                     _Counted(source, notes),
-                    refit,
+                    turns,
                     settings.trainer,
                     run_dir=self._dir,
                     on_event=self._on_event,
                 )
-        await backend.export(self._dir / "model")
+        async with turns.aside(result.version):
+            await backend.export(self._dir / "model")
         if settings.eval.at_end:
             await self._evaluate(fleet, "after")
         if settings.eval.blank_tools:
@@ -223,15 +221,32 @@ async def open_checkpoint(settings: Settings) -> AsyncIterator[Fleet]:
     journal.parent.mkdir(parents=True)
     model = app.base_model(settings)
     async with AsyncExitStack() as stack:
-        fleet, backend = await _both(
-            stack.enter_async_context(app.open_fleet(settings, model, journal=journal)),
-            stack.enter_async_context(app.open_backend(settings, model)),
-        )
+        fleet, backend, turns = await _open(stack, settings, model, journal=journal)
         path, state = found
         await backend.load(path)
-        buckets = await backend.weight_buckets(int(settings.trainer.bucket_mb * 2**20))
-        await fleet.refit(settings).push(buckets, state.version)
+        await turns.engines(state.version)
         yield fleet
+
+
+async def _open(
+    stack: AsyncExitStack, settings: Settings, model: Path, *, journal: Path
+) -> tuple[Fleet, BackendProxy, Turns]:
+    """Engines and training process; the trainer may use its device at once.
+
+    On a shared device one after the other: engines measure what is free as they start, and sleep before it is taken.
+    """
+    backend = app.open_backend(settings, model)
+    fleet_opens = stack.enter_async_context(app.open_fleet(settings, model, journal=journal))
+    if not settings.trainer.colocated:
+        fleet, _ = await _both(fleet_opens, stack.enter_async_context(backend))
+        return fleet, backend, fleet.turns(settings, backend)
+    fleet = await fleet_opens
+    stack.push_async_callback(backend.aclose)
+    backend.start()
+    turns = fleet.turns(settings, backend)
+    await turns.clear()
+    await stack.enter_async_context(backend)
+    return fleet, backend, turns
 
 
 async def _evaluate(settings: Settings, fleet: Fleet, notes: Notes, *, blank_tools: bool) -> Evaluation:

@@ -34,6 +34,7 @@ from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.messages import Message, ToolSpec
 from tollway.records import Sampling, Trajectory
 from tollway.session_server.client import ChatReply, Json, SessionClient
+from tollway.trainer.weights.payload import Payload, TensorPayload
 from tollway.trainer.weights.refit import Refit
 from tollway.trainer.weights.wire import buckets, serialise
 
@@ -221,11 +222,22 @@ async def disturb(client: SessionClient, progress: Progress, pid: int, added: Se
     return killed
 
 
+class _Saved:
+    """Weights of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._named = load_file(directory / "model.safetensors")
+
+    async def payload(self, version: int) -> Payload:
+        sent = [serialise(bucket) for bucket in buckets(self._named.items(), 100_000)]
+        return TensorPayload(sent, sum(tensor.nbytes for tensor in self._named.values()))
+
+
 async def refit(members: Members, weights: Path) -> None:
-    """The trainer's own way of weights, with the wiring of ``app.Fleet.refit``."""
-    push = Refit(members.targets, notify=members.tell, drained=partial(members.drained, limit_s=1.0))
-    named = load_file(weights / "model.safetensors").items()
-    report = await push.push([serialise(bucket) for bucket in buckets(named, 100_000)], 1)
+    """The trainer's own way of weights, with the wiring of ``app.Fleet.turns``."""
+    source = _Saved(weights)
+    push = Refit(members.targets, source, notify=members.tell, drained=partial(members.drained, limit_s=1.0))
+    report = await push.push(1)
     assert report.quarantined == ()
 
 

@@ -20,7 +20,7 @@ from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["BackendHandle", "BackendSpec", "TrainBackend"]
+__all__ = ["BackendHandle", "BackendSpec", "TrainBackend", "WeightBuckets"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +32,21 @@ class BackendSpec:
     seed: int = 0
     micro_batch_tokens: int = 2048
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the trained weights; gradients and optimizer state are fp32 in both. ``auto``: bfloat16 on a GPU."""
+    compile_layers: bool = False
+    """Compile each decoder layer with torch; worth its minute on a GPU."""
     options: Mapping[str, bool | int | float | str] | None = None
     """Passed through to the framework under its own names."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightBuckets:
+    """All weights of one moment, serialised for ``update_weights_from_tensor``."""
+
+    buckets: tuple[bytes, ...]
+    weight_bytes: int
+    """Bytes of the tensors themselves; a bucket of handles is shorter than what it stands for."""
 
 
 class TrainBackend(ABC):
@@ -71,6 +84,17 @@ class TrainBackend(ABC):
         """Start a fresh optimizer state, as between warm start and reinforcement."""
 
     @abstractmethod
+    def offload(self) -> None:
+        """Move weights, gradients and optimizer state to the host and give the device's memory back. Idempotent.
+
+        Until ``onload`` only that may be called.
+        """
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo ``offload``, bit for bit. Idempotent."""
+
+    @abstractmethod
     def save(self, directory: Path) -> None:
         """Write weights, optimizer and random state into an existing, empty directory."""
 
@@ -94,8 +118,24 @@ class BackendHandle(Protocol):
     async def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """See ``TrainBackend.reset_optimizer``."""
 
-    async def weight_buckets(self, max_bytes: int) -> tuple[bytes, ...]:
-        """All weights, serialised for engines, in buckets of about ``max_bytes``."""
+    async def weight_buckets(self, max_bytes: int, transport: Literal["tensor", "cuda_ipc"]) -> WeightBuckets:
+        """All weights, serialised for engines, in buckets of about ``max_bytes``.
+
+        ``cuda_ipc`` sends handles: the process keeps what they stand for until the next call, ``offload`` or its end.
+        Raises ``ConfigError`` for it without a GPU.
+        """
+
+    async def export(self, target: Path) -> None:
+        """Write a Hugging Face model directory, atomically."""
+
+    async def device_memory(self) -> tuple[int, int] | None:
+        """Free and total bytes of the device, as its driver counts them; ``None`` without CUDA."""
+
+    async def offload(self) -> None:
+        """See ``TrainBackend.offload``."""
+
+    async def onload(self) -> None:
+        """See ``TrainBackend.onload``."""
 
     async def save(self, directory: Path) -> None:
         """See ``TrainBackend.save``."""

@@ -6,6 +6,7 @@ The only place that picks an implementation. Imports torch, and megatron when it
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -23,6 +24,9 @@ def build(spec: BackendSpec) -> TrainBackend:
     model_dir = Path(spec.model_dir)
     shape = read_shape(model_dir)
     weights = starting_weights(model_dir, shape)
+    if spec.dtype == "auto":
+        reduced = spec.kind == "megatron" and torch.cuda.is_available()
+        spec = replace(spec, dtype="bfloat16" if reduced else "float32")
     torch.manual_seed(spec.seed)
     if spec.kind == "torch":
         from tollway.trainer.backends.torch_backend import TorchBackend

@@ -35,22 +35,25 @@ class MicroBatch:
     """[rows]"""
 
 
-def split(rows: Sequence[Row], max_tokens: int) -> list[MicroBatch]:
-    """Sort by length and fill each pass up to ``max_tokens`` padded tokens, at least one row each."""
+def split(rows: Sequence[Row], max_tokens: int, *, multiple: int = 1) -> list[MicroBatch]:
+    """Sort by length and fill each pass up to ``max_tokens`` padded tokens, at least one row each.
+
+    The number of predictions of a row, its width less one, is padded to a multiple of ``multiple``.
+    """
     order = sorted(range(len(rows)), key=lambda index: (-rows[index].token_ids.size, index))
     passes: list[list[int]] = []
     for index in order:
-        width = rows[passes[-1][0]].token_ids.size if passes else 0
+        width = _width(rows[passes[-1][0]].token_ids.size, multiple) if passes else 0
         if passes and width * (len(passes[-1]) + 1) <= max_tokens:
             passes[-1].append(index)
         else:
             passes.append([index])
-    return [collate(rows, members) for members in passes]
+    return [collate(rows, members, multiple=multiple) for members in passes]
 
 
-def collate(rows: Sequence[Row], members: Sequence[int]) -> MicroBatch:
-    """Pad the named rows to the longest of them, and at least to two tokens."""
-    width = max(2, *(rows[index].token_ids.size for index in members))
+def collate(rows: Sequence[Row], members: Sequence[int], *, multiple: int = 1) -> MicroBatch:
+    """Pad the named rows to the longest of them, and at least to two tokens; ``multiple`` as in ``split``."""
+    width = _width(max(rows[index].token_ids.size for index in members), multiple)
     shape = (len(members), width)
     ids = np.zeros(shape, dtype=np.int64)
     weights, advantages = np.zeros(shape), np.zeros(shape)
@@ -73,3 +76,7 @@ def collate(rows: Sequence[Row], members: Sequence[int]) -> MicroBatch:
         mask=mask[:, 1:],
         temperatures=np.array([rows[index].temperature for index in members], dtype=np.float32),
     )
+
+
+def _width(longest: int, multiple: int) -> int:
+    return -(-max(1, longest - 1) // multiple) * multiple + 1

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,26 @@ from numpy.typing import NDArray
 
 from tollway.trainer.backends.base import BackendSpec, TrainBackend
 from tollway.trainer.backends.microbatch import MicroBatch, split
+from tollway.trainer.backends.offload import HostMemory
 from tollway.trainer.backends.shape import ModelShape
 from tollway.trainer.batch import Batch, Objective, Row, StepReport
 from tollway.trainer.losses import LOG_RATIO_LIMIT
 
-__all__ = ["MicroBatchedBackend", "loss_sum"]
+__all__ = ["MicroBatchedBackend", "loss_sum", "training_device", "upload"]
+
+
+def training_device() -> torch.device:
+    """The current CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def upload(array: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of the array on the device, without waiting for what the device still does."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    # From ordinary memory the copy waits for every kernel before it; the host could then never run ahead.
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def loss_sum(logprobs: torch.Tensor, micro: MicroBatch, objective: Objective) -> torch.Tensor:
@@ -28,42 +44,46 @@ def loss_sum(logprobs: torch.Tensor, micro: MicroBatch, objective: Objective) ->
     Untrained targets are replaced before the arithmetic, so that nothing there can reach the gradient.
     """
     device = logprobs.device
-    mask = torch.from_numpy(micro.mask).to(device)
+    mask = upload(micro.mask, device)
     new = torch.where(mask, logprobs.double(), 0.0)
     if objective.kind == "nll":
         losses = -new
     else:
-        old = torch.from_numpy(micro.old_logprobs).to(device).double()
-        advantages = torch.from_numpy(micro.advantages).to(device)
+        old = upload(micro.old_logprobs, device).double()
+        advantages = upload(micro.advantages, device)
         ratio = (new - old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         clipped = ratio.clamp(objective.ratio_low, objective.ratio_high)
         losses = torch.maximum(-ratio * advantages, -clipped * advantages)
         if objective.dual_clip is not None:
             bounded = torch.minimum(losses, -objective.dual_clip * advantages)
             losses = torch.where(advantages < 0, bounded, losses)
-    return (losses * torch.from_numpy(micro.weights).to(device)).sum()
+    return (losses * upload(micro.weights, device)).sum()
 
 
 class MicroBatchedBackend(TrainBackend):
-    """What backends do alike: passes over micro-batches, and the clock around a step."""
+    """What backends do alike: passes over micro-batches, the clock around a step, and memory given back."""
 
-    def __init__(self, spec: BackendSpec, shape: ModelShape) -> None:
+    def __init__(self, spec: BackendSpec, shape: ModelShape, *, multiple: int = 1) -> None:
         self._shape = shape
-        self._max_tokens = spec.micro_batch_tokens
+        self._max_tokens, self._multiple = spec.micro_batch_tokens, multiple
+        self._device = training_device()
+        self._memory = HostMemory(self._device)
 
     def score(self, batch: Batch) -> tuple[NDArray[np.float32], ...]:
         """See ``TrainBackend``."""
-        out = _empty(batch.rows)
+        self._memory.require_onloaded()
         with torch.no_grad():
-            for micro in split(batch.rows, self._max_tokens):
-                _scatter(out, micro, self._logprobs(micro))
-        return tuple(out)
+            passes = [(micro, self._logprobs(micro)) for micro in self._split(batch)]
+        return _scattered(batch.rows, passes)
 
     def step(self, batch: Batch, *, lr: float) -> StepReport:
         """See ``TrainBackend``."""
+        self._memory.require_onloaded()
         started, cpu = time.perf_counter(), time.process_time()
         loss, logprobs = self._backward(batch)
         norm = self._update(lr)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return StepReport(
             loss=loss,
             grad_norm=norm,
@@ -72,17 +92,33 @@ class MicroBatchedBackend(TrainBackend):
             cpu_seconds=time.process_time() - cpu,
         )
 
+    def offload(self) -> None:
+        """See ``TrainBackend``. Gradients are lost: every step starts from zeroed ones."""
+        if not self._memory.away:
+            self._memory.offload(*self._resident())
+
+    def onload(self) -> None:
+        """See ``TrainBackend``."""
+        self._memory.onload()
+
     def _accumulate(self, batch: Batch) -> tuple[float, tuple[NDArray[np.float32], ...]]:
         """Backpropagate every micro-batch; gradients add up. Returns the loss and the log-probabilities."""
-        total = 0.0
-        out = _empty(batch.rows)
-        for micro in split(batch.rows, self._max_tokens):
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        passes = []
+        for micro in self._split(batch):
             logprobs = self._logprobs(micro)
             loss = loss_sum(logprobs, micro, batch.objective)
             loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-            total += loss.item()
-            _scatter(out, micro, logprobs.detach())
-        return total, tuple(out)
+            total += loss.detach()
+            passes.append((micro, logprobs.detach()))
+        return total.item(), _scattered(batch.rows, passes)
+
+    def _split(self, batch: Batch) -> list[MicroBatch]:
+        return split(batch.rows, self._max_tokens, multiple=self._multiple)
+
+    @abstractmethod
+    def _resident(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        """Every tensor that outlives a step: those whose bytes matter, and those that the next step overwrites."""
 
     @abstractmethod
     def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
@@ -97,12 +133,14 @@ class MicroBatchedBackend(TrainBackend):
         """Clip and take one optimiser step; returns the gradient's norm before clipping."""
 
 
-def _empty(rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-    return [np.full(row.token_ids.size, np.nan, dtype=np.float32) for row in rows]
-
-
-def _scatter(out: list[NDArray[np.float32]], micro: MicroBatch, logprobs: torch.Tensor) -> None:
-    values = logprobs.float().cpu().numpy()
-    for at, index in enumerate(micro.members):
-        size = out[index].size
-        out[index][1:] = values[at, : size - 1]
+def _scattered(
+    rows: Sequence[Row], passes: Sequence[tuple[MicroBatch, torch.Tensor]]
+) -> tuple[NDArray[np.float32], ...]:
+    """Log-probabilities by row of the batch. Called after the last pass: reading waits for the device."""
+    out = [np.full(row.token_ids.size, np.nan, dtype=np.float32) for row in rows]
+    for micro, logprobs in passes:
+        values = logprobs.float().cpu().numpy()
+        for at, index in enumerate(micro.members):
+            size = out[index].size
+            out[index][1:] = values[at, : size - 1]
+    return tuple(out)

@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Literal, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tollway.errors import ConfigError, TrainerLost
-from tollway.trainer.backends.base import BackendSpec
+from tollway.trainer.backends.base import BackendSpec, WeightBuckets
 from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
 
 __all__ = ["BackendProxy"]
@@ -57,8 +57,16 @@ class BackendProxy:
         """Process id of the training process."""
         return self._running.pid
 
+    def start(self) -> None:
+        """Start the process without a model, so that it can be asked about its device; entering builds the model.
+
+        Whoever calls this calls ``aclose``.
+        """
+        if self._process is None:
+            self._start()
+
     async def __aenter__(self) -> Self:
-        self._start()
+        self.start()
         try:
             await self._call("build", self._spec)
         except BaseException:
@@ -92,9 +100,23 @@ class BackendProxy:
         """See ``TrainBackend.reset_optimizer``."""
         await self._call("reset_optimizer", settings)
 
-    async def weight_buckets(self, max_bytes: int) -> tuple[bytes, ...]:
-        """All weights, serialised for ``update_weights_from_tensor``, in buckets of about ``max_bytes``."""
-        return cast("tuple[bytes, ...]", await self._call("weight_buckets", max_bytes))
+    async def weight_buckets(
+        self, max_bytes: int, transport: Literal["tensor", "cuda_ipc"] = "tensor"
+    ) -> WeightBuckets:
+        """See ``BackendHandle.weight_buckets``."""
+        return cast(WeightBuckets, await self._call("weight_buckets", max_bytes, transport))
+
+    async def device_memory(self) -> tuple[int, int] | None:
+        """Free and total bytes of the device, as its driver counts them; ``None`` without CUDA. Needs no model."""
+        return cast("tuple[int, int] | None", await self._call("device_memory"))
+
+    async def offload(self) -> None:
+        """See ``TrainBackend.offload``."""
+        await self._call("offload")
+
+    async def onload(self) -> None:
+        """See ``TrainBackend.onload``."""
+        await self._call("onload")
 
     async def export(self, target: Path) -> None:
         """Write a Hugging Face model directory, atomically."""

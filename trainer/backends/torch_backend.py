@@ -1,12 +1,13 @@
 """The reference backend: a short Qwen3-shaped decoder in plain torch, dense and mixture of experts.
 
-Independent of Megatron on purpose: tests hold the two against each other. One process, fp32, AdamW.
+Independent of Megatron on purpose: tests hold the two against each other. One process, one device, fp32, AdamW.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch.nn import functional
 from tollway.errors import ConfigError
 from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.microbatch import MicroBatch
-from tollway.trainer.backends.objective import MicroBatchedBackend
+from tollway.trainer.backends.objective import MicroBatchedBackend, upload
 from tollway.trainer.backends.shape import ModelShape, check_names, tensor_shapes
 from tollway.trainer.batch import Batch, OptimizerSettings
 
@@ -48,25 +49,36 @@ class TorchBackend(MicroBatchedBackend):
     def __init__(self, spec: BackendSpec, shape: ModelShape, weights: Weights) -> None:
         if spec.options:
             raise ConfigError("the torch backend takes no [trainer.megatron] options; remove them")
+        if spec.dtype == "bfloat16" or spec.compile_layers:
+            found = "trainer.compile_layers = true" if spec.compile_layers else 'trainer.dtype = "bfloat16"'
+            raise ConfigError(
+                f'the torch backend is the plain fp32 reference: remove {found}, or train with "megatron"'
+            )
         super().__init__(spec, shape)
-        self._weights = {name: torch.empty(size, requires_grad=True) for name, size in tensor_shapes(shape)}
+        self._weights = {
+            name: torch.empty(size, device=self._device, requires_grad=True) for name, size in tensor_shapes(shape)
+        }
         self.load_weights(weights)
         self.reset_optimizer(spec.optimizer)
 
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:
         """See ``TrainBackend``."""
+        self._memory.require_onloaded()
         self._backward(batch)
-        found = {n: torch.zeros_like(w) if w.grad is None else w.grad.clone() for n, w in self._weights.items()}
-        self._optimizer.zero_grad()
+        found = {n: (torch.zeros_like(w) if w.grad is None else w.grad).cpu() for n, w in self._weights.items()}
+        # Dropped, not zeroed in place: on the CPU the result is the gradient itself.
+        self._optimizer.zero_grad(set_to_none=True)
         return found
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See ``TrainBackend``."""
+        self._memory.require_onloaded()
         for name, weight in self._weights.items():
             yield name, weight.detach()
 
     def load_weights(self, weights: Weights) -> None:
         """See ``TrainBackend``. Raises ``ConfigError`` naming what is missing or does not fit."""
+        self._memory.require_onloaded()
         check_names(weights, self._shape)
         with torch.no_grad():
             for name, mine in self._weights.items():
@@ -74,6 +86,7 @@ class TorchBackend(MicroBatchedBackend):
 
     def reset_optimizer(self, settings: OptimizerSettings) -> None:
         """See ``TrainBackend``."""
+        self._memory.require_onloaded()
         self._settings = settings
         matrices = [weight for weight in self._weights.values() if weight.dim() > 1]
         norms = [weight for weight in self._weights.values() if weight.dim() == 1]
@@ -89,15 +102,23 @@ class TorchBackend(MicroBatchedBackend):
 
     def save(self, directory: Path) -> None:
         """See ``TrainBackend``."""
+        self._memory.require_onloaded()
         state = {"weights": self._weights, "optimizer": self._optimizer.state_dict(), "rng": torch.get_rng_state()}
         torch.save(state, directory / "state.pt")
 
     def load(self, directory: Path) -> None:
         """See ``TrainBackend``."""
-        state = torch.load(directory / "state.pt", weights_only=True)
+        self._memory.require_onloaded()
+        # To the CPU first: the random state is read there, and the optimizer moves its own to the weights.
+        state = torch.load(directory / "state.pt", weights_only=True, map_location="cpu")
         self.load_weights(state["weights"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # memory of a file cannot be given back
         torch.set_rng_state(state["rng"])
+
+    def _resident(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        self._optimizer.zero_grad(set_to_none=True)
+        states = (value for state in self._optimizer.state.values() for value in state.values())
+        return [*self._weights.values(), *(value for value in states if isinstance(value, torch.Tensor))], []
 
     def _backward(self, batch: Batch) -> tuple[float, tuple[NDArray[np.float32], ...]]:
         self._optimizer.zero_grad()
@@ -112,9 +133,9 @@ class TorchBackend(MicroBatchedBackend):
         return float(norm)
 
     def _logprobs(self, micro: MicroBatch) -> torch.Tensor:
-        ids = torch.from_numpy(micro.ids)
+        ids = upload(micro.ids, self._device)
         logits = decode(self._weights, self._shape, ids[:, :-1])
-        logits = logits / torch.from_numpy(micro.temperatures)[:, None, None]
+        logits = logits / upload(micro.temperatures, self._device)[:, None, None]
         return logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
 
 

@@ -13,21 +13,30 @@ import sys
 import time
 import traceback
 import warnings
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tollway.errors import ConfigError, TrainerLost
-from tollway.trainer.backends.base import BackendSpec, TrainBackend
+from tollway.trainer.backends.base import BackendSpec, TrainBackend, WeightBuckets
+from tollway.trainer.backends.shape import read_shape
 from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["METHODS", "Worker", "main"]
 
 _PR_SET_PDEATHSIG = 1
 METHODS = frozenset(
-    ["build", "export", "gradients", "load", "reset_optimizer", "save", "score", "step", "usage", "weight_buckets"]
+    [
+        *("build", "export", "gradients", "load", "reset_optimizer", "save", "score", "step", "usage"),
+        *("device_memory", "offload", "onload", "weight_buckets"),
+    ]
 )
 """What a controller may call, with picklable arguments and results."""
 
@@ -38,6 +47,8 @@ class Worker:
     def __init__(self) -> None:
         self._backend: TrainBackend | None = None
         self._spec: BackendSpec | None = None
+        self.kept: list[torch.Tensor] = []
+        """Buckets on the device that engines were given handles of; they go with the next payload or ``offload``."""
 
     def build(self, spec: BackendSpec) -> None:
         """Build the backend; a second call replaces it."""
@@ -46,6 +57,7 @@ class Worker:
         from tollway.trainer.backends import factory
 
         self._backend = None
+        self._drop_kept()
         self._backend, self._spec = factory.build(spec), spec
 
     def score(self, batch: Batch) -> tuple[NDArray[np.float32], ...]:
@@ -53,8 +65,21 @@ class Worker:
         return self._built.score(batch)
 
     def step(self, batch: Batch, lr: float) -> StepReport:
-        """See ``TrainBackend.step``."""
-        return self._built.step(batch, lr=lr)
+        """See ``TrainBackend.step``; its report also counts operations and the device's memory."""
+        import torch
+
+        from tollway.trainer.flops import train_flops
+
+        backend, spec, on_device = *self._ready, torch.cuda.is_available()
+        if on_device:
+            torch.cuda.reset_peak_memory_stats()
+        report = backend.step(batch, lr=lr)
+        lengths = [row.token_ids.size for row in batch.rows]
+        return replace(
+            report,
+            flops=train_flops(read_shape(Path(spec.model_dir)), lengths),
+            peak_bytes=torch.cuda.max_memory_allocated() if on_device else None,
+        )
 
     def gradients(self, batch: Batch) -> dict[str, NDArray[np.float32]]:
         """See ``TrainBackend.gradients``."""
@@ -64,19 +89,68 @@ class Worker:
         """See ``TrainBackend.reset_optimizer``."""
         self._built.reset_optimizer(settings)
 
-    def weight_buckets(self, max_bytes: int) -> tuple[bytes, ...]:
-        """All weights as serialised buckets of about ``max_bytes``."""
+    def weight_buckets(self, max_bytes: int, transport: Literal["tensor", "cuda_ipc"] = "tensor") -> WeightBuckets:
+        """See ``BackendHandle.weight_buckets``."""
+        import torch
+
         from tollway.trainer.weights import wire
 
-        return tuple(wire.serialise(bucket) for bucket in wire.buckets(self._built.named_weights(), max_bytes))
+        if transport == "cuda_ipc":
+            if not torch.cuda.is_available():
+                raise ConfigError(
+                    "trainer.refit_transport is cuda_ipc, and the training process has no GPU; train on the engines' "
+                    'GPU, or set trainer.refit_transport = "tensor"'
+                )
+            return self.share_buckets(max_bytes, torch.device("cuda", torch.cuda.current_device()))
+        self._drop_kept()
+        sent, size = [], 0
+        for bucket in wire.buckets(self._built.named_weights(), max_bytes):
+            size += sum(tensor.nbytes for _, tensor in bucket)
+            sent.append(wire.serialise(bucket))
+        return WeightBuckets(tuple(sent), size)
+
+    def share_buckets(self, max_bytes: int, device: torch.device) -> WeightBuckets:
+        """All weights as buckets on ``device``, which stay in ``kept``; what is sent are handles of them."""
+        from tollway.trainer.weights import ipc, wire
+
+        self._drop_kept()
+        sent = []
+        for bucket in wire.buckets(self._built.named_weights(), max_bytes):
+            shared = ipc.share(bucket, device)
+            self.kept.append(shared.flat)
+            sent.append(shared.payload)
+        return WeightBuckets(tuple(sent), sum(flat.nbytes for flat in self.kept))
+
+    def device_memory(self) -> tuple[int, int] | None:
+        """See ``BackendHandle.device_memory``."""
+        import torch
+
+        return torch.cuda.mem_get_info() if torch.cuda.is_available() else None
+
+    def offload(self) -> None:
+        """See ``TrainBackend.offload``; engines must have loaded what they were given handles of."""
+        self._drop_kept()
+        self._built.offload()
+
+    def onload(self) -> None:
+        """See ``TrainBackend.onload``."""
+        self._built.onload()
+
+    def _drop_kept(self) -> None:
+        """Free the buckets that engines were given handles of."""
+        import torch
+
+        self.kept.clear()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def export(self, target: str) -> None:
         """Write a Hugging Face model directory."""
         from tollway.trainer.weights import disk
 
-        backend = self._built
-        if self._spec is not None:
-            disk.export(backend.named_weights(), Path(self._spec.model_dir), Path(target))
+        backend, spec = self._ready
+        disk.export(backend.named_weights(), Path(spec.model_dir), Path(target))
 
     def save(self, directory: str) -> None:
         """See ``TrainBackend.save``."""
@@ -92,9 +166,13 @@ class Worker:
 
     @property
     def _built(self) -> TrainBackend:
-        if self._backend is None:
+        return self._ready[0]
+
+    @property
+    def _ready(self) -> tuple[TrainBackend, BackendSpec]:
+        if self._backend is None or self._spec is None:
             raise TrainerLost("the training process has no model yet: build must come first")
-        return self._backend
+        return self._backend, self._spec
 
 
 def main(handle: int, parent: int) -> None:

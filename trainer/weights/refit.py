@@ -1,10 +1,9 @@
-"""Refit sessions: new weights into engines that keep serving.
+"""Refits: the trainer's weights into all engines, which keep serving or sleep meanwhile.
 
-pause -> flush -> tell the session server (paused, flushed) -> begin -> buckets -> end -> version -> tell it (version,
-resumed) -> continue, per engine. It hears of a flush whatever follows, and of a version only once the engine has it.
-Whatever fails, the engine goes on with whole weights or is quarantined, and the session server hears which; nothing
-stays half-paused. The last weights are kept, so that an engine that joins or comes back gets them, too.
-Owns no generation. Talks through the router's engine clients; imports no torch.
+One set of weights is on its way at a time. An engine that does not take it is quarantined and tried again with
+everything; the last weights can be brought to engines that join or come back. Where engines and trainer share a
+device, engines ``sleep`` before the trainer needs it and ``wake`` with the weights of the push between.
+What is done to one engine is in ``session``. Talks through the router's engine clients; imports no torch.
 """
 
 from __future__ import annotations
@@ -14,51 +13,34 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, get_args
+from functools import partial
+from typing import Protocol, TypeVar, get_args
 
-from tollway.errors import ComponentLost, ConfigError, EngineLost, TollwayError
+from tollway.errors import ComponentLost, ConfigError, EngineLost, TollwayError, TrainerLost
+from tollway.trainer.weights.payload import PauseMode, Payload, RefitTarget, Weights
+from tollway.trainer.weights.session import Notify, RefitNotice, Sessions
 
-__all__ = ["Drained", "EngineSource", "Notify", "PauseMode", "Refit", "RefitNotice", "RefitReport", "RefitTarget"]
+__all__ = [
+    "Drained",
+    "EngineSource",
+    "Limits",
+    "Notify",
+    "Offloaded",
+    "PauseMode",
+    "Refit",
+    "RefitNotice",
+    "RefitReport",
+    "RefitTarget",
+    "Sharing",
+]
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-PauseMode = Literal["retract", "in_place", "abort"]
 _AGAIN_S = 1.0
 """Between two looks for an engine that takes weights, while all of them are gone."""
 _LONGEST_PAUSE_S = 60.0
 """Between two attempts to bring weights to an engine that keeps failing."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RefitNotice:
-    """What happened to one engine; told while it is paused, so that no call is misattributed."""
-
-    url: str
-    version: int | None = None
-    """All its weights are of this version now; ``None``: they are what they were."""
-    flushed: bool = False
-    phase: Literal["paused", "resumed", "failed"] | None = None
-    """It generates nothing, goes on at once, or holds half-loaded weights that may not serve."""
-    reason: str = ""
-    """Why it failed."""
-
-
-Notify = Callable[[RefitNotice], Awaitable[None]]
-
-
-class RefitTarget(Protocol):
-    """The part of ``router.engines.EngineClient`` that a refit uses."""
-
-    url: str
-
-    async def pause(self, mode: PauseMode) -> None: ...
-    async def resume(self) -> None: ...
-    async def flush_cache(self) -> None: ...
-    async def begin_weight_update(self) -> None: ...
-    async def update_weights_from_tensor(self, payload: bytes) -> None: ...
-    async def end_weight_update(self) -> None: ...
-    async def set_weight_version(self, version: int) -> None: ...
-    async def abort_all(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +48,16 @@ class RefitReport:
     """One push to all engines."""
 
     version: int
+    make_s: float
+    """Time to make the payload in the training process."""
     seconds: float
+    """Time to bring it to all engines."""
     paused_s: float
-    """Longest time that one engine did not generate."""
+    """Longest time that one engine did not generate, while it sleeps: that it was loaded."""
     wire_bytes: int
     """Payload bytes sent to each engine, before base64."""
+    weight_bytes: int
+    """Bytes of the tensors that each engine has new."""
     quarantined: tuple[str, ...]
     """Engines that did not take the weights."""
 
@@ -81,52 +68,90 @@ EngineSource = Callable[[], Awaitable[Sequence[RefitTarget]]]
 """The engines that are there now."""
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a refit waits."""
+
+    call_s: float = 120.0
+    """For each call to an engine or the session server."""
+    patience_s: float = 0.0
+    """For an engine that takes weights, when all of them are gone."""
+
+
+class Offloaded(Protocol):
+    """A trainer whose memory can leave the device."""
+
+    async def offload(self) -> None: ...
+    async def onload(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Engines and trainer take turns on a device."""
+
+    trainer: Offloaded
+    tags: Sequence[str]
+    """What sleeping engines give back."""
+
+
 class Refit:
     """Pushes whole sets of weights. A quarantined engine is tried again, with everything, at the next push.
 
-    ``engines`` are those of every push, or a function that finds them. ``patience_s`` is how long a push waits for
-    an engine when all of them are gone. ``drained`` is waited for before an engine is paused.
+    ``engines`` are those of every push, or a function that finds them. ``drained`` is waited for before an engine is
+    paused. With ``sharing`` no payload is kept: its memory belongs to the engines between two pushes.
     """
 
     def __init__(
         self,
         engines: Sequence[RefitTarget] | EngineSource,
+        weights: Weights,
         *,
         mode: PauseMode = "retract",
         notify: Notify | None = None,
-        timeout_s: float = 120.0,
-        patience_s: float = 0.0,
+        limits: Limits | None = None,
         drained: Drained | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         if mode not in get_args(PauseMode):
             raise ConfigError(f"pause mode {mode!r}: use one of {', '.join(get_args(PauseMode))}")
+        if sharing is not None and mode == "in_place":
+            raise ConfigError("pause mode in_place keeps keys and values, which engines that sleep give back")
         if not engines:
             raise ConfigError("a refit needs at least one engine")
         self._source: EngineSource = engines if callable(engines) else _always(engines)
-        self._mode, self._notify, self._timeout_s, self._patience_s = mode, notify, timeout_s, patience_s
-        self._drained = drained
-        self._half_open: set[str] = set()
-        """Engines whose weight session may still be open from a failure."""
+        limits = limits or Limits()
+        self._weights, self._patience_s, self._drained, self._sharing = weights, limits.patience_s, drained, sharing
+        self._sessions = Sessions(mode=mode, notify=notify, timeout_s=limits.call_s)
         self._lock = asyncio.Lock()
-        """Held while weights are on their way: one set at a time."""
-        self._last: tuple[Sequence[bytes], int] | None = None
-        """Buckets and version of the last push."""
+        """Held while weights are on their way, and while engines go to sleep or wake."""
+        self._asleep = False
+        """Engines sleep: what waits for weights gets them with the next push."""
+        self._last: tuple[Payload | None, int] | None = None
+        """The last push; its payload is ``None`` where none is kept."""
         self._not_before: dict[str, tuple[float, float]] = {}
         """Engines that failed to catch up: (monotonic second of the next attempt, pause after that)."""
 
-    async def push(self, buckets: Sequence[bytes], version: int) -> RefitReport:
-        """Load ``buckets`` into every engine and stamp it ``version``.
+    def forget(self, url: str) -> None:
+        """The engine process at ``url`` ended; whatever is started there begins anew."""
+        self._sessions.forget(url)
+        self._not_before.pop(url, None)
+
+    async def push(self, version: int) -> RefitReport:
+        """Load the trainer's weights into every engine and stamp it ``version``. Engines that sleep go on sleeping.
 
         Raises ``ComponentLost`` when no engine took them, with the first engine's reason.
         """
         async with self._lock:
-            self._last = buckets, version
-            started = time.monotonic()
+            started = time.perf_counter()
+            payload = await self._weights.payload(version)
+            make_s = time.perf_counter() - started
+            self._last = (payload if self._sharing is None else None), version
+            waiting = time.monotonic()
             while True:
-                report = await self._push(await self._source(), buckets, version)
+                report = await self._push(await self._source(), payload, version, make_s)
                 if isinstance(report, RefitReport):
                     return report
-                if time.monotonic() - started >= self._patience_s or not isinstance(report.__cause__, EngineLost):
+                if time.monotonic() - waiting >= self._patience_s or not isinstance(report.__cause__, EngineLost):
                     raise report
                 logger.warning("%s; waiting for an engine", report)
                 await asyncio.sleep(_AGAIN_S)
@@ -134,23 +159,63 @@ class Refit:
     async def catch_up(self, waiting: Sequence[RefitTarget]) -> None:
         """Bring the weights of the last push to engines that joined, came back or were quarantined since.
 
-        An engine that does not take them is tried again later, with growing pauses. Does nothing before a push.
+        An engine that does not take them is tried again later, with growing pauses. Does nothing before a push, and
+        nothing while engines sleep.
         """
         for engine in waiting:
             at, pause_s = self._not_before.get(engine.url, (0.0, _AGAIN_S))
-            if self._last is None or time.monotonic() < at:
+            if time.monotonic() < at:
                 continue
             async with self._lock:
-                buckets, version = self._last
-                outcome = await self._try(engine, buckets, version)
+                if self._last is None or self._asleep:
+                    return
+                payload, version = self._last
+                outcome = (
+                    await self._load(engine, payload, version)
+                    if payload is not None
+                    else await self._attempt(engine, self._turn(engine, version), f"take weights {version}")
+                )
             if isinstance(outcome, TollwayError):
                 self._not_before[engine.url] = time.monotonic() + pause_s, min(2 * pause_s, _LONGEST_PAUSE_S)
             else:
                 self._not_before.pop(engine.url, None)
                 logger.info("engine %s caught up with weights %d", engine.url, version)
 
+    async def sleep(self) -> tuple[str, ...]:
+        """Every engine pauses and gives its memory back; returns those that did now. One that is lost has none.
+
+        Raises ``ComponentLost`` for an engine that lives and kept its memory: the trainer cannot have the device.
+        """
+        async with self._lock:
+            self._asleep = True
+            engines = await self._source()
+            outcomes = await self._each(engines, partial(self._sleep, self._shared), "go to sleep")
+        for engine, outcome in zip(engines, outcomes, strict=True):
+            if isinstance(outcome, TollwayError) and not (isinstance(outcome, EngineLost) and not outcome.timed_out):
+                raise ComponentLost(
+                    f"engine {engine.url} did not give its memory back, which the trainer needs: {outcome}"
+                ) from outcome
+        return tuple(engine.url for engine, outcome in zip(engines, outcomes, strict=True) if outcome is True)
+
+    async def wake(self) -> tuple[str, ...]:
+        """Every engine that sleeps with whole weights gets the rest of its memory and goes on; returns those.
+
+        Raises ``ComponentLost`` when none of them does although one is alive.
+        """
+        async with self._lock:
+            sleeping = [engine for engine in await self._source() if self._sessions.asleep(engine)]
+            outcomes = await self._each(sleeping, self._sessions.wake, "wake")
+            self._asleep = False
+        woken = tuple(engine.url for engine, outcome in zip(sleeping, outcomes, strict=True) if outcome is True)
+        refusals = [each for each in outcomes if isinstance(each, TollwayError) and not isinstance(each, EngineLost)]
+        if refusals and not woken:
+            raise ComponentLost(f"no engine woke: {refusals[0]}") from refusals[0]
+        return woken
+
+    # -- one attempt -------------------------------------------------------------------------------
+
     async def _push(
-        self, engines: Sequence[RefitTarget], buckets: Sequence[bytes], version: int
+        self, engines: Sequence[RefitTarget], payload: Payload, version: int, make_s: float
     ) -> RefitReport | ComponentLost:
         """One attempt on all engines; the error when none took them."""
         if not engines:
@@ -159,7 +224,7 @@ class Refit:
             return lost
         started = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(self._try(engine, buckets, version)) for engine in engines]
+            running = [tasks.create_task(self._load(engine, payload, version)) for engine in engines]
         outcomes = [task.result() for task in running]
         failures = {
             engine.url: outcome
@@ -174,88 +239,66 @@ class Refit:
             return lost
         return RefitReport(
             version=version,
+            make_s=make_s,
             seconds=time.perf_counter() - started,
             paused_s=max(outcome for outcome in outcomes if isinstance(outcome, float)),
-            wire_bytes=sum(map(len, buckets)),
+            wire_bytes=payload.wire_bytes,
+            weight_bytes=payload.weight_bytes,
             quarantined=tuple(failures),
         )
 
-    async def _try(self, engine: RefitTarget, buckets: Sequence[bytes], version: int) -> float | TollwayError:
+    async def _load(self, engine: RefitTarget, payload: Payload, version: int) -> float | TollwayError:
         """Seconds that the engine was paused, or why it did not take the weights."""
-        try:
-            if self._drained is not None:
-                await self._drained(engine.url)
-            return await self._session(engine, buckets, version)
-        except TollwayError as error:
-            logger.error("engine %s did not take weights %d: %s", engine.url, version, error)
-            return error
 
-    async def _session(self, engine: RefitTarget, buckets: Sequence[bytes], version: int) -> float:
-        flushes = self._mode != "in_place"
-        started = time.perf_counter()
-        told = touched = whole = False
+        async def drained_load() -> float:
+            if not self._sessions.asleep(engine):
+                await self._wait_drained(engine)
+            return await self._sessions.load(engine, payload, version)
+
+        return await self._attempt(engine, drained_load(), f"take weights {version}")
+
+    async def _sleep(self, sharing: Sharing, engine: RefitTarget) -> bool:
+        if not self._sessions.asleep(engine):
+            await self._wait_drained(engine)
+        return await self._sessions.sleep(engine, sharing.tags)
+
+    async def _turn(self, engine: RefitTarget, version: int) -> None:
+        """Weights for one engine while the others serve: the trainer gets that one's memory to pack them in."""
+        sharing = self._shared
+        await self._sleep(sharing, engine)
+        await sharing.trainer.onload()
         try:
-            await self._bounded(engine, "pause", engine.pause(self._mode))
-            if engine.url in self._half_open:
-                await self._end_stale_session(engine)
-            if flushes:
-                await self._bounded(engine, "flush", engine.flush_cache())
-            told = True
-            await self._tell(engine, RefitNotice(url=engine.url, flushed=flushes, phase="paused"))
-            self._half_open.add(engine.url)
-            await self._bounded(engine, "begin", engine.begin_weight_update())
-            touched = True
-            for bucket in buckets:
-                await self._bounded(engine, "bucket", engine.update_weights_from_tensor(bucket))
-            await self._bounded(engine, "end", engine.end_weight_update())
-            self._half_open.discard(engine.url)
-            await self._bounded(engine, "version", engine.set_weight_version(version))
-            whole = True
-            await self._tell(engine, RefitNotice(url=engine.url, version=version, phase="resumed"))
-            await self._bounded(engine, "continue", engine.resume())
-        except BaseException as error:
-            # Old weights, or new ones under their version, may serve; a mixture may not.
-            await self._release(engine, serve=whole or not touched, told=told, reason=str(error) or "it was cancelled")
+            await self._sessions.load(engine, await self._weights.payload(version), version)
+        finally:
+            await sharing.trainer.offload()
+        await self._sessions.wake(engine)
+
+    @property
+    def _shared(self) -> Sharing:
+        if self._sharing is None:
+            raise ConfigError("engines of this refit share no device with the trainer and do not sleep")
+        return self._sharing
+
+    async def _wait_drained(self, engine: RefitTarget) -> None:
+        if self._drained is not None:
+            await self._drained(engine.url)
+
+    async def _each(
+        self, engines: Sequence[RefitTarget], call: Callable[[RefitTarget], Awaitable[T]], what: str
+    ) -> list[T | TollwayError]:
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(self._attempt(engine, call(engine), what)) for engine in engines]
+        return [task.result() for task in running]
+
+    async def _attempt(self, engine: RefitTarget, call: Awaitable[T], what: str) -> T | TollwayError:
+        """What the call came to, or why it failed. Without the trainer there is nothing to bring to anybody."""
+        try:
+            return await call
+        except TrainerLost:
             raise
-        return time.perf_counter() - started
-
-    async def _tell(self, engine: RefitTarget, notice: RefitNotice) -> None:
-        if self._notify is not None:
-            await self._bounded(engine, "session server", self._notify(notice))
-
-    async def _release(self, engine: RefitTarget, *, serve: bool, told: bool, reason: str) -> None:
-        """Let the engine go on, or end its requests so that nobody waits for a paused engine.
-
-        The session server hears of it first: what is ended here must not come back here.
-        """
-        notice = RefitNotice(url=engine.url, phase="resumed" if serve else "failed", reason="" if serve else reason)
-        try:
-            if told:
-                await self._tell(engine, notice)
         except TollwayError as error:
-            logger.warning("engine %s after a failed refit: the session server was not told: %s", engine.url, error)
-        try:
-            if serve:
-                await self._bounded(engine, "continue", engine.resume())
-            else:
-                await self._bounded(engine, "abort", engine.abort_all())
-        except TollwayError as error:
-            logger.warning("engine %s after a failed refit: %s", engine.url, error)
-
-    async def _end_stale_session(self, engine: RefitTarget) -> None:
-        """A session left open would refuse the next begin; one that is gone refuses this."""
-        try:
-            await self._bounded(engine, "end", engine.end_weight_update())
-        except TollwayError as error:
-            logger.info("engine %s had no open weight session: %s", engine.url, error)
-        self._half_open.discard(engine.url)
-
-    async def _bounded(self, engine: RefitTarget, stage: str, call: Awaitable[None]) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await call
-        except TimeoutError as error:
-            raise EngineLost(f"engine {engine.url}: {stage} took longer than {self._timeout_s:.0f} s") from error
+            logger.error("engine %s did not %s: %s", engine.url, what, error)
+            return error
 
 
 def _always(engines: Sequence[RefitTarget]) -> EngineSource:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["FlattenedTensorMetadata", "Named", "buckets", "serialise"]
+__all__ = ["FlattenedTensorMetadata", "Named", "buckets", "flatten", "serialise", "stand_in"]
 
 Named = tuple[str, torch.Tensor]
 
@@ -55,8 +55,10 @@ def buckets(named: Iterable[Named], max_bytes: int) -> Iterator[list[Named]]:
         yield held
 
 
-def serialise(bucket: Sequence[Named]) -> bytes:
-    """Pickle one bucket: {"flattened_tensor": uint8 [bytes], "metadata": [FlattenedTensorMetadata]}.
+def flatten(
+    bucket: Sequence[Named], device: torch.device | None = None
+) -> tuple[torch.Tensor, list[FlattenedTensorMetadata]]:
+    """One bucket as a tensor of bytes [bytes] on ``device`` (the CPU) and where each tensor lies in it.
 
     Bytes lie without padding and the receiver views them in place, so a tensor must start at a multiple of
     its item size: the widest items go first. Raises ``ValueError`` for an empty bucket.
@@ -64,27 +66,51 @@ def serialise(bucket: Sequence[Named]) -> bytes:
     if not bucket:
         raise ValueError("an empty bucket cannot be sent")
     ordered = sorted(bucket, key=lambda item: -item[1].element_size())
-    parts, metadata, at = [], [], 0
+    flat = torch.empty(sum(tensor.nbytes for _, tensor in bucket), dtype=torch.uint8, device=device or "cpu")
+    metadata, at = [], 0
     for name, tensor in ordered:
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, at, at + flat.numel(), flat.numel()))
-        parts.append(flat)
-        at += flat.numel()
-    with _stand_in():
-        return pickle.dumps({"flattened_tensor": torch.cat(parts), "metadata": metadata})
+        end = at + tensor.nbytes
+        flat[at:end].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        metadata.append(FlattenedTensorMetadata(name, tensor.shape, tensor.dtype, at, end, tensor.nbytes))
+        at = end
+    return flat, metadata
+
+
+def serialise(bucket: Sequence[Named]) -> bytes:
+    """Pickle one bucket with its bytes: {"flattened_tensor": uint8 [bytes], "metadata": [FlattenedTensorMetadata]}.
+
+    Raises ``ValueError`` for an empty bucket.
+    """
+    flat, metadata = flatten(bucket)
+    with stand_in():
+        return pickle.dumps({"flattened_tensor": flat, "metadata": metadata})
+
+
+def _load_from_bytes(_data: bytes) -> object:
+    """Stand-in for ``torch.storage._load_from_bytes``, by which torch pickles a tensor's bytes. Nobody calls it here."""
+    raise RuntimeError("a payload is for engines: nothing here reads one")
+
+
+_load_from_bytes.__module__ = "torch.storage"
 
 
 @contextlib.contextmanager
-def _stand_in() -> Iterator[None]:
-    """Make the class importable under sglang's name while pickle looks it up, and gone afterwards."""
+def stand_in() -> Iterator[None]:
+    """Let pickle find the names that an engine's allow-list knows, and take them away afterwards.
+
+    The class under sglang's name; and torch's own function, which Megatron-Core 0.19 replaces by one of its own.
+    """
     names = ["sglang", "sglang.srt", "sglang.srt.weight_sync", _MODULE]
     before = {name: sys.modules.get(name) for name in names}
     for name in names:
         sys.modules[name] = types.ModuleType(name)
     sys.modules[_MODULE].FlattenedTensorMetadata = FlattenedTensorMetadata  # type: ignore[attr-defined]
+    original = torch.storage._load_from_bytes
+    torch.storage._load_from_bytes = _load_from_bytes  # type: ignore[assignment]  # put back below
     try:
         yield
     finally:
+        torch.storage._load_from_bytes = original
         for name, module in before.items():
             if module is None:
                 del sys.modules[name]

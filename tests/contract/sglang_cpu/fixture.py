@@ -30,8 +30,11 @@ UNSUPPORTED = 3
 SETUP_S, START_S, STOP_S = 600.0, 240.0, 30.0
 START_UP_S = SETUP_S + START_S + STOP_S
 """Time limit of a test that may be the first to need the server."""
+GIVEN_S = 60.0
+"""The same where the server was given: nothing is set up or started."""
 VOCAB_SIZE, CONTEXT = 512, 2048
-FIXTURES = ("real_sglang_url", "real_sglang_moe_url")
+FIXTURES = {"real_sglang_url": "TOLLWAY_SGLANG_URL", "real_sglang_moe_url": "TOLLWAY_SGLANG_MOE_URL"}
+"""And the variable that gives each of them a server that runs already."""
 
 DENSE = ModelShape(vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT)
 # SGLang ignores tied embeddings of mixture-of-experts models.
@@ -47,21 +50,29 @@ MOE = ModelShape(
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A test that starts the server may wait for it: the usual limit is for the test alone."""
     for item in items:
-        if any(name in getattr(item, "fixturenames", ()) for name in FIXTURES):
-            item.add_marker(pytest.mark.timeout(START_UP_S))
+        wanted = FIXTURES.keys() & {*getattr(item, "fixturenames", ()), *_parameters(item)}
+        if wanted:
+            given = all(os.environ.get(FIXTURES[name]) for name in wanted)
+            item.add_marker(pytest.mark.timeout(GIVEN_S if given else START_UP_S), append=False)
+
+
+def _parameters(item: pytest.Item) -> list[str]:
+    """Fixtures that a test names in its parameters."""
+    call = getattr(item, "callspec", None)
+    return [value for value in call.params.values() if isinstance(value, str)] if call is not None else []
 
 
 @pytest.fixture(scope="session")
 def real_sglang_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a released SGLang that serves the dense model."""
-    with _server("TOLLWAY_SGLANG_URL", DENSE, tmp_path_factory.mktemp("sglang-dense")) as url:
+    with _server(FIXTURES["real_sglang_url"], DENSE, tmp_path_factory.mktemp("sglang-dense")) as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def real_sglang_moe_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of a released SGLang that serves the mixture of experts."""
-    with _server("TOLLWAY_SGLANG_MOE_URL", MOE, tmp_path_factory.mktemp("sglang-moe")) as url:
+    with _server(FIXTURES["real_sglang_moe_url"], MOE, tmp_path_factory.mktemp("sglang-moe")) as url:
         yield url
 
 

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -25,6 +26,7 @@ from tollway.router.fleet import Engine
 from tollway.router.health import EngineState
 from tollway.router.service import Router
 from tollway.router.wire import Prompt
+from tollway.trainer.weights.payload import Payload, TensorPayload
 from tollway.trainer.weights.refit import Refit, RefitNotice
 from tollway.trainer.weights.wire import buckets, serialise
 
@@ -324,16 +326,18 @@ async def test_half_loaded_weights_serve_nobody_until_a_full_reload(
             )
 
         await settle_on(router, "s", engine)
-        refit = Refit([EngineClient(engine.url, http)], notify=notify)
         good = whole_weights(model)
+        weights = Given([good[0], b"garbage"])
+        refit = Refit([EngineClient(engine.url, http)], weights, notify=notify)
         with pytest.raises(TollwayError):
-            await refit.push([good[0], b"garbage"], 1)
+            await refit.push(1)
         await reaches(engine, EngineState.QUARANTINED, "a refit failed half-way: engine")
         assert await settle(router, "s") == other.id
         probes = engine.probes
         await until(lambda: engine.probes > probes + 5, "it was probed, and answered")
         assert engine.health.state is EngineState.QUARANTINED
-        await refit.push(good, 1)
+        weights.buckets = good
+        await refit.push(1)
         assert (engine.health.state, engine.version) == (EngineState.SERVING, 1)
         reply = await EngineClient(engine.url, http).generate(call("x"))
         assert [span.version for span in reply.versions] == [1]
@@ -365,6 +369,16 @@ async def test_all_engines_dead_is_said_with_the_reason_of_each(model: Path) -> 
                 await router.generate("s", call("s", 10), lineage=Lineage())
             assert str(error.value).count("is lost: engine") == 2
             assert router.fleet.down_s() > 0
+
+
+@dataclass
+class Given:
+    """Buckets that a test made."""
+
+    buckets: list[bytes]
+
+    async def payload(self, version: int) -> Payload:
+        return TensorPayload(self.buckets, 0)
 
 
 def whole_weights(model: Path) -> list[bytes]:

@@ -55,8 +55,8 @@ def demonstrations() -> Batch:
 
 
 async def weights_of(worker: BackendProxy) -> dict[str, list[object]]:
-    payloads = await worker.weight_buckets(1 << 30)
-    return {name: tensor.tolist() for payload in payloads for name, tensor in open_bucket(payload).items()}  # type: ignore[attr-defined]
+    made = await worker.weight_buckets(1 << 30)
+    return {name: tensor.tolist() for payload in made.buckets for name, tensor in open_bucket(payload).items()}  # type: ignore[attr-defined]
 
 
 def largest_difference(one: tuple[np.ndarray, ...], two: tuple[np.ndarray, ...]) -> float:

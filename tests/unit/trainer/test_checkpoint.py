@@ -28,6 +28,22 @@ async def test_the_latest_checkpoint_comes_back_with_its_state(tmp_path: Path) -
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "step_000005", "step_000010"]
 
 
+async def test_a_draft_counts_from_its_commit_on(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    await store.save(RunState(step=1), write)
+    await store.draft(2, write)
+    found = store.latest()
+    assert found is not None
+    assert found[1].step == 1
+    await store.commit(RunState(step=2, version=2))
+    found = store.latest()
+    assert found is not None
+    assert (found[1].version, (found[0] / "weights").read_bytes()) == (2, b"w")
+    await store.draft(3, write)
+    assert CheckpointStore(tmp_path, keep=2).latest() == found
+    assert [path.name for path in tmp_path.glob(".*")] == []
+
+
 async def test_a_backend_that_fails_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     await store.save(RunState(step=1), write)

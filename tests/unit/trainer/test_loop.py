@@ -28,7 +28,9 @@ from tollway.trainer.loop import train
 from tollway.trainer.probe import FIRST_PROBE_INDEX
 from tollway.trainer.report import TrainReport
 from tollway.trainer.spool import decode_group
-from tollway.trainer.weights.refit import Refit
+from tollway.trainer.weights.refit import Refit, Sharing
+from tollway.trainer.weights.transport import TensorWeights
+from tollway.trainer.weights.turns import Turns
 
 
 def config(**changes: object) -> TrainerConfig:
@@ -66,13 +68,18 @@ class Setup:
             train(
                 self.backend,  # type: ignore[arg-type]  # returns what the port says
                 source or self.source,
-                Refit([self.engine]),
+                self.turns(settings),
                 settings,
                 run_dir=self.dir,
                 on_event=self.events.append,
             ),
             50,
         )
+
+    def turns(self, settings: TrainerConfig) -> Turns:
+        weights = TensorWeights(self.backend, bucket_bytes=1 << 20, transport="tensor")  # type: ignore[arg-type]
+        sharing = Sharing(self.backend, settings.release_tags) if settings.colocated else None
+        return Turns(Refit([self.engine], weights, sharing=sharing), self.backend, shared=settings.colocated)
 
     def rows(self) -> list[dict[str, float]]:
         return [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]

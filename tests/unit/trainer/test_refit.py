@@ -6,18 +6,18 @@ import asyncio
 
 import pytest
 import torch
-from trainer_helpers import RecordingEngine
+from trainer_helpers import FixedWeights, RecordingEngine
 
 from tollway.errors import ComponentLost, ConfigError, EngineLost
 from tollway.trainer.weights import refit as refit_module
-from tollway.trainer.weights.refit import PauseMode, Refit, RefitNotice
+from tollway.trainer.weights.refit import Limits, PauseMode, Refit, RefitNotice
 from tollway.trainer.weights.wire import serialise
 
 BUCKETS = [serialise([("a", torch.ones(2))]), serialise([("b", torch.zeros(3))])]
 
 
 def refit(*engines: RecordingEngine, mode: PauseMode = "retract", **options: object) -> Refit:
-    return Refit(engines, mode=mode, **options)  # type: ignore[arg-type]
+    return Refit(engines, FixedWeights(BUCKETS), mode=mode, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mode", ["retract", "abort", "in_place"])
@@ -28,7 +28,7 @@ async def test_a_session_runs_in_the_order_that_engines_need(mode: PauseMode) ->
         assert engine.paused, "told while calls run"
         engine.calls.append(f"notify:{notice.phase}:{notice.version}:{notice.flushed}")
 
-    report = await refit(engine, mode=mode, notify=notify).push(BUCKETS, 7)
+    report = await refit(engine, mode=mode, notify=notify).push(7)
     flush = ["notify:paused:None:False"] if mode == "in_place" else ["flush", "notify:paused:None:True"]
     session = ["begin", "bucket", "bucket", "end", "version", "notify:resumed:7:False", "resume"]
     assert engine.calls == [f"pause:{mode}", *flush, *session]
@@ -48,7 +48,7 @@ def test_an_unknown_pause_mode_is_refused(mode: str) -> None:
 async def test_a_failure_before_the_first_bucket_leaves_the_engine_serving_old_weights(stage: str) -> None:
     engine = RecordingEngine(fail_at=stage, version=3)
     with pytest.raises(ComponentLost, match=f"{stage} refused"):
-        await refit(engine).push(BUCKETS, 4)
+        await refit(engine).push(4)
     assert engine.calls[-1] == "resume"
     assert (engine.version, engine.paused) == (3, False)
 
@@ -57,7 +57,7 @@ async def test_a_failure_before_the_first_bucket_leaves_the_engine_serving_old_w
 async def test_half_loaded_weights_never_serve_and_nobody_waits_for_them(stage: str) -> None:
     engine = RecordingEngine(fail_at=stage, version=3)
     with pytest.raises(ComponentLost, match=f"{stage} refused"):
-        await refit(engine).push(BUCKETS, 4)
+        await refit(engine).push(4)
     assert engine.calls[-1] == "abort_all"
     assert "resume" not in engine.calls
     assert (engine.version, engine.paused) == (3, True)
@@ -68,9 +68,9 @@ async def test_the_push_after_a_failed_one_succeeds(stage: str) -> None:
     engine = RecordingEngine(fail_at=stage)
     session = refit(engine)
     with pytest.raises(ComponentLost):
-        await session.push(BUCKETS, 1)
+        await session.push(1)
     engine.fail_at = None
-    await asyncio.wait_for(session.push(BUCKETS, 2), 10)
+    await asyncio.wait_for(session.push(2), 10)
     assert (engine.version, engine.paused, engine.in_session) == (2, False, False)
 
 
@@ -89,7 +89,7 @@ async def test_the_session_server_hears_of_every_flush_and_of_no_version_that_ne
         if notice.flushed:
             flushes.append(notice.url)
 
-    report = await refit(good, bad, notify=notify).push(BUCKETS, 4)
+    report = await refit(good, bad, notify=notify).push(4)
     assert report.quarantined == (bad.url,)
     assert believed == {good.url: good.version, bad.url: bad.version}
     assert bad.version == (4 if stage == "resume" else 3)
@@ -99,11 +99,11 @@ async def test_the_session_server_hears_of_every_flush_and_of_no_version_that_ne
 async def test_one_bad_engine_is_quarantined_and_the_others_go_on() -> None:
     good, bad = RecordingEngine(url="http://good"), RecordingEngine(url="http://bad", fail_at="bucket")
     session = refit(good, bad)
-    report = await session.push(BUCKETS, 1)
+    report = await session.push(1)
     assert report.quarantined == ("http://bad",)
     assert (good.version, good.paused, bad.version) == (1, False, -1)
     bad.fail_at = None
-    assert (await session.push(BUCKETS, 2)).quarantined == ()
+    assert (await session.push(2)).quarantined == ()
     assert (good.version, bad.version) == (2, 2)
 
 
@@ -111,7 +111,7 @@ async def test_one_bad_engine_is_quarantined_and_the_others_go_on() -> None:
 async def test_an_engine_that_stalls_is_given_up_in_bounded_time(stage: str) -> None:
     engine = RecordingEngine(stall_at=stage)
     with pytest.raises(ComponentLost, match="took longer than"):
-        await asyncio.wait_for(refit(engine, timeout_s=0.05).push(BUCKETS, 1), 5)
+        await asyncio.wait_for(refit(engine, limits=Limits(0.05)).push(1), 5)
 
 
 async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weights_move() -> None:
@@ -121,7 +121,7 @@ async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weight
         raise ComponentLost("session server is gone")
 
     with pytest.raises(ComponentLost, match="session server is gone"):
-        await refit(engine, notify=notify).push(BUCKETS, 1)
+        await refit(engine, notify=notify).push(1)
     assert "begin" not in engine.calls
     assert engine.calls[-1] == "resume"
 
@@ -129,7 +129,7 @@ async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weight
 @pytest.mark.parametrize(("stage", "last"), [("flush", "resume"), ("bucket", "abort_all")])
 async def test_cancelling_a_push_releases_the_engine(stage: str, last: str) -> None:
     engine = RecordingEngine(stall_at=stage)
-    push = asyncio.create_task(refit(engine).push(BUCKETS, 1))
+    push = asyncio.create_task(refit(engine).push(1))
     while stage not in engine.calls:
         await asyncio.sleep(0)
     push.cancel()
@@ -162,7 +162,7 @@ async def test_the_session_server_hears_whether_the_engine_may_serve_again(stage
         heard.append((notice.phase, notice.reason))
 
     with pytest.raises(ComponentLost):
-        await refit(engine, notify=notify).push(BUCKETS, 1)
+        await refit(engine, notify=notify).push(1)
     assert [phase for phase, _ in heard] == phases
     assert [reason for phase, reason in heard if phase == "failed"] == [f"{stage} refused"] * phases.count("failed")
 
@@ -174,21 +174,21 @@ async def test_an_engine_that_comes_later_gets_the_weights_of_the_last_push() ->
     async def source() -> list[RecordingEngine]:
         return there
 
-    session = Refit(source)
+    session = Refit(source, FixedWeights(BUCKETS))
     await session.catch_up([late])
     assert late.calls == [], "there is nothing to bring yet"
-    await session.push(BUCKETS, 3)
+    await session.push(3)
     await session.catch_up([late])
     assert (late.version, sorted(late.weights), late.paused) == (3, ["a", "b"], False)
     there.append(late)
-    await session.push(BUCKETS, 4)
+    await session.push(4)
     assert (first.version, late.version) == (4, 4)
 
 
 async def test_an_engine_that_cannot_catch_up_is_not_tried_without_end() -> None:
     engine, late = RecordingEngine(url="http://first"), RecordingEngine(url="http://late", fail_at="bucket")
     session = refit(engine)
-    await session.push(BUCKETS, 1)
+    await session.push(1)
     for _ in range(20):
         await session.catch_up([late])
     assert late.calls.count("begin") == 1
@@ -205,14 +205,14 @@ async def test_a_push_waits_for_an_engine_when_all_are_gone_and_not_for_one_that
         rounds += 1
         return [engine] if rounds > 3 else []
 
-    session = Refit(source, patience_s=60.0)
-    assert (await asyncio.wait_for(session.push(BUCKETS, 1), 10)).version == 1
+    session = Refit(source, FixedWeights(BUCKETS), limits=Limits(patience_s=60.0))
+    assert (await asyncio.wait_for(session.push(1), 10)).version == 1
     engine.fail_at = "bucket"
     with pytest.raises(ComponentLost, match="bucket refused"):
-        await session.push(BUCKETS, 2)
+        await session.push(2)
     assert rounds == 5
     with pytest.raises(ComponentLost, match="there is none") as error:
-        await Refit(_nobody).push(BUCKETS, 1)
+        await Refit(_nobody, FixedWeights(BUCKETS)).push(1)
     assert isinstance(error.value.__cause__, EngineLost)
 
 
@@ -229,7 +229,7 @@ async def test_an_engine_is_paused_only_once_nobody_needs_its_old_weights() -> N
         assert next(engine for engine in engines if engine.url == url).calls == []
         await asyncio.sleep(0)
 
-    await refit(*engines, drained=drained).push(BUCKETS, 1)
+    await refit(*engines, drained=drained).push(1)
     assert sorted(asked) == ["http://0", "http://1"]
     assert [engine.version for engine in engines] == [1, 1]
 
@@ -246,7 +246,7 @@ async def test_a_resume_that_hangs_once_is_sent_again_and_the_engine_goes_on() -
             await super().resume()
 
     engine, other = HangsOnce(url="http://hangs"), RecordingEngine(url="http://other")
-    report = await refit(engine, other, timeout_s=0.05).push(BUCKETS, 1)
+    report = await refit(engine, other, limits=Limits(0.05)).push(1)
     assert engine.calls.count("resume") == 2
     assert (engine.paused, engine.version) == (False, 1)
     assert other.version == report.version == 1

@@ -23,6 +23,14 @@ from tollway.trainer.config import TrainerConfig
         ({"dual_clip": 1.0}, "greater than 1"),
         ({"pause_mode": "place"}, "in_place"),
         ({"pause_mode": ""}, "in_place"),
+        ({"colocated": True}, 'set trainer.schedule = "sync"'),
+        ({"colocated": True, "schedule": "sync", "pause_mode": "in_place"}, 'use "retract" or "abort"'),
+        ({"colocated": True, "schedule": "sync", "release_tags": []}, "give back at least one of kv_cache"),
+        ({"colocated": True, "schedule": "sync", "release_tags": ["weights", "weights"]}, "each named once"),
+        ({"release_tags": ["heap"]}, "cuda_graph"),
+        ({"refit_transport": "nccl"}, "cuda_ipc"),
+        ({"dtype": "float16"}, "bfloat16"),
+        ({"peak_tflops": 0.0}, "greater than 0"),
         ({"max_staleness": 0}, "max_staleness must be at least 1"),
         ({"group_per_step": 4}, "did you mean 'groups_per_step'"),
         ({"optimizer": {"betas": [0.9, 1.0]}}, "must lie in [0, 1)"),
@@ -34,13 +42,21 @@ def test_a_value_that_cannot_train_is_refused_with_the_reason(tree: dict[str, ob
     assert text in str(caught.value)
 
 
+def test_a_colocated_run_releases_all_that_a_stock_server_can_unless_told_otherwise() -> None:
+    tree = {"colocated": True, "schedule": "sync", "refit_transport": "cuda_ipc"}
+    config = load(TrainerConfig, tree, source="trainer.toml")
+    assert config.release_tags == ("kv_cache", "weights", "cuda_graph")
+    fewer = load(TrainerConfig, tree | {"release_tags": ["kv_cache"]}, source="trainer.toml")
+    assert fewer.release_tags == ("kv_cache",)
+
+
 def test_the_schedule_says_how_far_generation_runs_ahead() -> None:
     assert TrainerConfig().lead == 1
     assert TrainerConfig(schedule="sync", max_staleness=0).lead == 0
 
 
 def test_the_controller_never_imports_torch() -> None:
-    modules = "loop, rollout, sft, checkpoint, probe, backends.proxy, weights.refit"
+    modules = "loop, rollout, sft, checkpoint, probe, backends.proxy, weights.turns, weights.transport"
     names = [f"tollway.trainer.{name}" for name in modules.split(", ")]
     code = f"import sys, importlib\nfor n in {names}: importlib.import_module(n)\nprint('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -13,8 +13,10 @@ from trainer_helpers import group, rollout
 from tollway.telemetry import METRICS
 from tollway.trainer.batch import StepReport
 from tollway.trainer.config import TrainerConfig
-from tollway.trainer.metrics import MetricsFile, facts_of, rollout_metrics, train_metrics
+from tollway.trainer.metrics import MetricsFile, facts_of, refit_metrics, rollout_metrics, train_metrics
 from tollway.trainer.planner import plan
+from tollway.trainer.weights.refit import RefitReport
+from tollway.trainer.weights.turns import Handover
 
 
 def test_a_number_that_one_of_two_episodes_reports_is_its_mean() -> None:
@@ -44,6 +46,42 @@ def test_the_largest_gradient_norm_of_the_updates_is_reported() -> None:
     row = train_metrics(planned, reports, 1e-3)
     assert (row["train/grad_norm"], row["train/loss"], row["perf/actor_train_time"]) == (30.0, 0.25, 3.0)
     assert row["train/train_rollout_logprob_abs_diff"] == pytest.approx(0.5)
+
+
+def reported(**changes: object) -> StepReport:
+    scores = (np.full(3, -1.5, dtype=np.float32),) * 2
+    fields = {"loss": 0.0, "grad_norm": 1.0, "logprobs": scores, "seconds": 2.0, "cpu_seconds": 1.0}
+    return StepReport(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_speed_is_that_of_the_updates_together_and_a_share_only_of_a_known_peak() -> None:
+    planned = plan([group(rollout(1.0), rollout(0.0))], TrainerConfig())
+    tokens = planned.batch.tokens
+    reports = [reported(flops=4e12, peak_bytes=10), reported(flops=4e12, peak_bytes=30)]
+    row = train_metrics(planned, reports, 0.1, peak_tflops=8.0)
+    assert row["perf/actor_train_tok_per_s"] == 2 * tokens / 4.0
+    assert (row["perf/actor_train_tflops"], row["perf/actor_train_mfu"]) == (2.0, 0.25)
+    assert row["perf/actor_train_peak_bytes"] == 30
+    assert "perf/actor_train_mfu" not in train_metrics(planned, reports, 0.1)
+    bare = train_metrics(planned, [reported(), reported(flops=1.0)], 0.1, peak_tflops=8.0)
+    assert not {"perf/actor_train_tflops", "perf/actor_train_mfu", "perf/actor_train_peak_bytes"} & bare.keys()
+
+
+def test_what_a_handover_did_not_measure_is_absent() -> None:
+    pushed = RefitReport(
+        version=1, make_s=0.5, seconds=2.0, paused_s=1.5, wire_bytes=90, weight_bytes=4 * 10**9, quarantined=()
+    )
+    row = refit_metrics(Handover(pushed))
+    assert row == {
+        "perf/update_weights_wire_bytes": 90.0,
+        "perf/update_weights_make_time": 0.5,
+        "perf/update_weights_time": 2.0,
+        "perf/update_weights_pause_time": 1.5,
+        "perf/update_weights_gb_per_s": 2.0,
+    }
+    full = refit_metrics(Handover(pushed, asleep_s=3.0, freed_bytes=7))
+    assert full == row | {"perf/engines_asleep_time": 3.0, "perf/engines_freed_bytes": 7.0}
+    assert full.keys() <= METRICS.keys()
 
 
 def test_every_reported_name_is_declared() -> None:

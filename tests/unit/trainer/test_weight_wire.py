@@ -63,6 +63,19 @@ def test_an_empty_bucket_is_refused() -> None:
     assert list(buckets([], 10)) == []
 
 
+def test_whoever_replaced_torchs_own_function_is_not_in_the_payload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-Core 0.19 does, and an engine's allow-list does not know its name."""
+
+    def replaced(data: bytes) -> object:
+        raise AssertionError(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.storage, "_load_from_bytes", replaced)
+        payload = serialise([("word", torch.tensor([1.5, -2.5]))])
+        assert torch.storage._load_from_bytes is replaced
+    assert dict(read_bucket(payload))["word"].tolist() == [1.5, -2.5]
+
+
 def test_no_sglang_module_is_left_behind() -> None:
     code = (
         "import sys, torch\n"

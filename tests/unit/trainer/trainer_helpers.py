@@ -16,7 +16,9 @@ from tollway.errors import EngineRefused
 from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.ports import EpisodeSource, GroupRequest
 from tollway.records import Group, Rollout, Sampling, TokenSpan, Trajectory
+from tollway.trainer.backends.base import WeightBuckets
 from tollway.trainer.batch import Batch, Row
+from tollway.trainer.weights.payload import Payload, TensorPayload
 
 TINY: dict[str, object] = {
     "vocab_size": 24,
@@ -148,6 +150,7 @@ class RecordingEngine:
     in_session: bool = False
     version: int = -1
     weights: dict[str, object] = field(default_factory=dict)
+    released: set[str] = field(default_factory=set)
 
     async def _stage(self, name: str) -> None:
         self.calls.append(name)
@@ -165,6 +168,8 @@ class RecordingEngine:
     async def resume(self) -> None:
         """Go on."""
         await self._stage("resume")
+        if self.released:
+            raise AssertionError(f"an engine without {self.released} was let go on")
         self.paused = False
 
     async def flush_cache(self) -> None:
@@ -183,7 +188,36 @@ class RecordingEngine:
         await self._stage("bucket")
         if not self.in_session:
             raise EngineRefused("no session", upstream_status=400)
+        self._check_memory()
         self.weights |= open_bucket(payload)
+
+    async def update_weights_from_disk(self, path: str) -> None:
+        """Take a whole directory."""
+        from safetensors.torch import load_file
+
+        await self._stage("disk")
+        self._check_memory()
+        self.weights = load_file(Path(path) / "model.safetensors")
+
+    async def release_memory(self, tags: Sequence[str]) -> None:
+        """Forget what lies there; twice is an error, as is a running engine."""
+        await self._stage(f"release:{','.join(tags)}")
+        if not self.paused or self.released & set(tags):
+            raise AssertionError(f"released {tags} of an engine with {self.released} away, paused {self.paused}")
+        self.released |= set(tags)
+        if "weights" in tags:
+            self.weights, self.version = {}, -1
+
+    async def resume_memory(self, tags: Sequence[str]) -> None:
+        """Memory again, without content; what was not released ends a stock server."""
+        await self._stage(f"resume:{','.join(tags)}")
+        if not set(tags) <= self.released:
+            raise AssertionError(f"resumed {tags} of an engine with {self.released} away")
+        self.released -= set(tags)
+
+    def _check_memory(self) -> None:
+        if "weights" in self.released:
+            raise EngineRefused("no memory for weights", upstream_status=400)
 
     async def end_weight_update(self) -> None:
         """Close the session."""
@@ -200,6 +234,19 @@ class RecordingEngine:
     async def abort_all(self) -> None:
         """End all requests."""
         await self._stage("abort_all")
+
+
+@dataclass
+class FixedWeights:
+    """The same buckets at every push, and how often they were asked for."""
+
+    buckets: Sequence[bytes]
+    asked: list[int] = field(default_factory=list)
+
+    async def payload(self, version: int) -> Payload:
+        """See the port."""
+        self.asked.append(version)
+        return TensorPayload(self.buckets, 20)
 
 
 class PolicySource(EpisodeSource):
@@ -264,6 +311,7 @@ class InProcessBackend:
         from tollway.trainer.backends import factory
 
         self.backend = factory.build(spec)  # type: ignore[arg-type]
+        self.model_dir = Path(spec.model_dir)  # type: ignore[attr-defined]
         self.steps = 0
 
     async def score(self, batch: Batch) -> object:
@@ -281,11 +329,33 @@ class InProcessBackend:
         """See the port."""
         self.backend.reset_optimizer(settings)  # type: ignore[arg-type]
 
-    async def weight_buckets(self, max_bytes: int) -> tuple[bytes, ...]:
+    async def weight_buckets(self, max_bytes: int, transport: str) -> WeightBuckets:
         """See the port."""
         from tollway.trainer.weights import wire
 
-        return tuple(wire.serialise(b) for b in wire.buckets(self.backend.named_weights(), max_bytes))
+        if transport != "tensor":
+            raise AssertionError(f"{transport} in one process")
+        named = list(self.backend.named_weights())
+        sent = tuple(wire.serialise(b) for b in wire.buckets(named, max_bytes))
+        return WeightBuckets(sent, sum(tensor.nbytes for _, tensor in named))
+
+    async def export(self, target: Path) -> None:
+        """See the port."""
+        from tollway.trainer.weights import disk
+
+        disk.export(self.backend.named_weights(), self.model_dir, target)
+
+    async def device_memory(self) -> tuple[int, int] | None:
+        """See the port."""
+        return None
+
+    async def offload(self) -> None:
+        """See the port."""
+        self.backend.offload()
+
+    async def onload(self) -> None:
+        """See the port."""
+        self.backend.onload()
 
     async def save(self, directory: Path) -> None:
         """See the port."""

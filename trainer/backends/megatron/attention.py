@@ -46,5 +46,10 @@ class SdpaAttention(torch.nn.Module):
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1 and query.is_cuda and query.dtype == torch.float32:
+        # Of torch's kernels only flash attention takes grouped heads, and it takes no fp32: given them grouped, torch
+        # falls back to one that keeps every [s, s] score.
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)

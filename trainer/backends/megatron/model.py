@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -24,11 +25,26 @@ from torch.nn import functional
 
 from tollway.errors import ConfigError
 from tollway.trainer.backends.megatron.attention import SdpaAttention
+from tollway.trainer.backends.megatron.logprobs import target_logprobs
 from tollway.trainer.backends.shape import ModelShape
 
-__all__ = ["Options", "build_model", "join_process_group", "sort_options", "transformer_config"]
+__all__ = ["Options", "ScoringModel", "build_model", "join_process_group", "sort_options", "transformer_config"]
 
 Scalar = bool | int | float | str
+
+_DECIDED = {
+    "params_dtype": "set trainer.dtype",
+    "pipeline_dtype": "set trainer.dtype",
+    "bf16": "set trainer.dtype",
+    "fp16": "set trainer.dtype",
+    "cross_entropy_loss_fusion": "log-probabilities are computed here without it; trainer.compile_layers fuses them",
+    "cross_entropy_fusion_impl": "log-probabilities are computed here without it",
+    "use_cpu_initialization": "the device decides",
+}
+"""Options that would say nothing, or something else than another setting, and what to do instead."""
+_RECOMPILE_LIMIT = 64
+"""Programs of one function that torch keeps. A layer has one each for scoring and training, for one row and several,
+for the first width and for any: its own limit of 8 would silently run what is beyond it uncompiled."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,6 +71,8 @@ def sort_options(options: Mapping[str, Scalar]) -> Options:
     fields = {owner: {field.name for field in dataclasses.fields(kind)} for owner, kind in owners.items()}
     sorted_options: dict[str, dict[str, Scalar]] = {owner: {} for owner in owners}
     for name, value in options.items():
+        if name in _DECIDED:
+            raise ConfigError(f"trainer.megatron.{name} cannot be set: {_DECIDED[name]}; remove it")
         owner = next((owner for owner, names in fields.items() if name in names), None)
         if owner is None:
             close = difflib.get_close_matches(name, set().union(*fields.values()), n=1)
@@ -66,8 +84,8 @@ def sort_options(options: Mapping[str, Scalar]) -> Options:
     return Options(**sorted_options)
 
 
-def transformer_config(shape: ModelShape, options: Mapping[str, Scalar]) -> TransformerConfig:
-    """The model's configuration: fp32, no fused kernels, per-token loss (gradients are summed, not averaged)."""
+def transformer_config(shape: ModelShape, dtype: torch.dtype, options: Mapping[str, Scalar]) -> TransformerConfig:
+    """The model's configuration: no fused kernels, per-token loss (gradients are summed, not averaged)."""
     fields: dict[str, object] = {
         "num_layers": shape.num_hidden_layers,
         "hidden_size": shape.hidden_size,
@@ -83,8 +101,9 @@ def transformer_config(shape: ModelShape, options: Mapping[str, Scalar]) -> Tran
         "qk_layernorm": True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "params_dtype": torch.float32,
-        "pipeline_dtype": torch.float32,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "gradient_accumulation_fusion": False,
@@ -109,13 +128,38 @@ def transformer_config(shape: ModelShape, options: Mapping[str, Scalar]) -> Tran
     return TransformerConfig(**(fields | dict(options)))
 
 
-def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
-    """A model with undefined weights (a converter fills them)."""
+class ScoringModel(GPTModel):  # type: ignore[misc]  # megatron leaves it untyped
+    """A GPT that answers with log-probabilities where megatron's computes a loss."""
+
+    compiled = False
+    """Whether the arithmetic on the logits is compiled too."""
+    temperatures: torch.Tensor | None = None
+    """[rows] of the pass to come; None: all are 1."""
+
+    def compile_layers(self) -> None:
+        """Compile the forward pass of each decoder layer with torch, once for all layers of one kind."""
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, _RECOMPILE_LIMIT)
+        for layer in self.decoder.layers:
+            layer.forward = torch.compile(layer.forward)
+        self.compiled = True
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Log-probability [rows, width] of ``labels`` [rows, width] under ``logits`` [width, rows, vocab].
+
+        Megatron's hook for the loss: here the logits are still in the order that the output layer made them in.
+        """
+        targets = labels.transpose(0, 1).contiguous()
+        scales = None if self.temperatures is None else self.temperatures.expand(targets.shape)
+        return target_logprobs(logits, targets, scales, compiled=self.compiled).transpose(0, 1)
+
+
+def build_model(shape: ModelShape, config: TransformerConfig, device: torch.device) -> ScoringModel:
+    """A model with undefined weights (a converter fills them) on the device, all in the configuration's type."""
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=True, normalization="RMSNorm"
     )
     spec.submodules.self_attention.submodules.core_attention = SdpaAttention
-    return GPTModel(
+    model = ScoringModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=shape.vocab_size,
@@ -126,3 +170,5 @@ def build_model(shape: ModelShape, config: TransformerConfig) -> GPTModel:
         rotary_base=shape.rope_theta,
         rotary_percent=1.0,
     )
+    # Norms without Transformer Engine are torch's own: made on the host, in fp32.
+    return cast(ScoringModel, model.to(device=device, dtype=config.params_dtype))

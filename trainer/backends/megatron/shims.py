@@ -71,8 +71,12 @@ def patch_megatron() -> None:
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # A save forks a writer per file and passes results through a manager process. The manager outlives a
-    # killed trainer, and the save waits for ever for a writer that died. Our saves are synchronous anyway.
+    if not torch.cuda.is_available():
+        # Megatron's own queues the call until CUDA starts, which is never: recompute and dropout need it at once.
+        random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+        random._set_cuda_rng_state = lambda new_state, device=-1, graph_safe=False: torch.set_rng_state(new_state)
+    # A save passes results through a manager process, which outlives a killed trainer; up to 0.18 it also forks a
+    # writer per file, and waits for ever for one that died. Our saves are synchronous anyway.
     writers: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writers._results_queue = queue.Queue()
     writers._process_memory = lambda: 0  # logging only, and needs psutil
@@ -108,11 +112,11 @@ def _cuda_functions() -> None:
     """Entry points that megatron calls unconditionally."""
     cuda = torch.cuda
 
-    def get_state(_device: object = None) -> torch.Tensor:
+    def get_state(device: object = None) -> torch.Tensor:
         return torch.get_rng_state()
 
-    def set_state(state: torch.Tensor, _device: object = None) -> None:
-        torch.set_rng_state(state)
+    def set_state(new_state: torch.Tensor, device: object = None) -> None:
+        torch.set_rng_state(new_state)
 
     stand_ins: dict[str, Callable[..., object]] = {
         "current_device": lambda: torch.device("cpu"),  # passed on as device=

@@ -87,7 +87,7 @@ def serialise(bucket: Sequence[Named]) -> bytes:
 
 
 def _load_from_bytes(_data: bytes) -> object:
-    """Stand-in for ``torch.storage._load_from_bytes``, by which torch pickles a tensor's bytes. Nobody calls it here."""
+    """Stand-in for ``torch.storage._load_from_bytes``, which a pickled tensor names. Nobody calls it here."""
     raise RuntimeError("a payload is for engines: nothing here reads one")
 
 

@@ -106,7 +106,7 @@ def stand_in() -> Iterator[None]:
         sys.modules[name] = types.ModuleType(name)
     sys.modules[_MODULE].FlattenedTensorMetadata = FlattenedTensorMetadata  # type: ignore[attr-defined]
     original = torch.storage._load_from_bytes
-    torch.storage._load_from_bytes = _load_from_bytes  # type: ignore[assignment]  # put back below
+    torch.storage._load_from_bytes = _load_from_bytes  # put back below
     try:
         yield
     finally:

@@ -166,9 +166,10 @@ class Bench:
         level.hits["direct"].append(hit_share(await self._fleet.hits(), hits))
         return played
 
-    async def _fitting(self, concurrent: int, wanted: Sizes) -> Sizes:
-        """The sizes with as many turns as the engines have room for."""
-        room, sizes = KV_SHARE * await self._fleet.kv_tokens(), wanted
+    async def _fitting(self, concurrent: int, wanted: Sizes, *, lost: int = 0) -> Sizes:
+        """The sizes with as many turns as the engines have room for, also when ``lost`` of them are gone."""
+        left = 1 - lost / len(self._fleet.engines)
+        room, sizes = KV_SHARE * left * await self._fleet.kv_tokens(), wanted
         while room and sizes.turns > 1 and sizes.total * concurrent > room:
             sizes = replace(sizes, turns=sizes.turns - 1)
         if sizes.turns != wanted.turns:
@@ -178,13 +179,14 @@ class Bench:
     async def exact(self, sessions: int, *, kill: bool) -> tuple[Comparison, dict[str, object], int]:
         """Play with request logs on and compare; what differs, the cache figures, and sessions that moved."""
         marks = self._fleet.marks()
+        sizes = await self._fitting(sessions, self._sizes, lost=int(kill))
         await self._fleet.flush()
         await self._fleet.log_requests(True)
         before = await self._fleet.client.cache()
-        load = asyncio.create_task(self.through(sessions, self._sizes))
+        load = asyncio.create_task(self.through(sessions, sizes))
         try:
             if kill:
-                await self._kill_after(sessions * self._sizes.turns // 3, before, load)
+                await self._kill_after(sessions * sizes.turns // 3, before, load)
             played = await load
         finally:
             load.cancel()
@@ -196,7 +198,7 @@ class Bench:
             for each in self._fleet.engines
             if each.log is not None
         ]
-        found = compare(exports, logs, turns=self._sizes.turns, killed=frozenset(self._fleet.dead))
+        found = compare(exports, logs, turns=sizes.turns, killed=frozenset(self._fleet.dead))
         return found, figures, moved_sessions(exports)
 
     async def _kill_after(self, calls: int, before: Mapping[str, object], load: asyncio.Task[Round]) -> None:

@@ -110,7 +110,7 @@ LARGE = (
     *("model.fresh.vocab_size=151936", "model.fresh.hidden_size=1024", "model.fresh.num_hidden_layers=28"),
     *("model.fresh.num_attention_heads=16", "model.fresh.num_key_value_heads=8", "model.fresh.intermediate_size=3072"),
     *("model.fresh.max_position_embeddings=2048", "model.fresh.rope_theta=1e6"),
-    *("engine.sglang.mem-fraction-static=0.4", "engine.sglang.max-total-tokens=300000"),
+    *("engine.sglang.mem-fraction-static=0.85", "engine.sglang.max-total-tokens=200000"),
     *("engine.sglang.enable-fp32-lm-head=false", "env.harness_options.prompt_bytes='1024'"),
     *("trainer.max_new_tokens=512", "trainer.micro_batch_tokens=8192", "trainer.bucket_mb=512"),
     *("trainer.peak_tflops=989", "trainer.optimizer.lr=1e-6"),

@@ -313,11 +313,11 @@ class EngineClient:
 
     async def begin_weight_update(self, selector: Literal["all", "target", "draft"] = "all") -> None:
         """Open a weight session; a second one is refused."""
-        await self._post("/begin_weight_update", {"selector": selector})
+        await self._post("/begin_weight_update", {"selector": selector}, confirmed=True)
 
     async def end_weight_update(self) -> None:
         """Close the weight session."""
-        await self._post("/end_weight_update", {})
+        await self._post("/end_weight_update", {}, confirmed=True)
 
     async def update_weights_from_tensor(
         self, payload: bytes, *, load_format: str | None = "flattened_bucket", tp_size: int = 1
@@ -327,16 +327,19 @@ class EngineClient:
         await self._post(
             "/update_weights_from_tensor",
             {"serialized_named_tensors": [encoded] * tp_size, "load_format": load_format, "flush_cache": False},
+            confirmed=True,
         )
 
     async def update_weights_from_disk(self, path: str, version: int | None = None) -> None:
         """Load a model directory that the engine can read; it rolls back by itself. Never flushes."""
         stamp = {} if version is None else {"weight_version": str(version)}
-        await self._post("/update_weights_from_disk", {"model_path": path, "flush_cache": False, **stamp})
+        body = {"model_path": path, "flush_cache": False, **stamp}
+        await self._post("/update_weights_from_disk", body, confirmed=True)
 
     async def set_weight_version(self, version: int) -> None:
         """Stamp the weights; running requests go on."""
-        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        body = {"new_version": str(version), "abort_all_requests": False}
+        await self._post("/update_weight_version", body, confirmed=True)
 
     async def release_memory(self, tags: Sequence[str]) -> None:
         """Give back ``kv_cache``, ``weights``, ``cuda_graph`` with their content; idle or retracted, each once."""
@@ -348,7 +351,10 @@ class EngineClient:
 
     # -- transport ---------------------------------------------------------------------------------
 
-    async def _post(self, path: str, body: Mapping[str, object], *, probe: bool = False) -> None:
+    async def _post(
+        self, path: str, body: Mapping[str, object], *, probe: bool = False, confirmed: bool = False
+    ) -> None:
+        """A control call; of one to be ``confirmed`` the answer must say so: a bare 200 loads no weights."""
         timeout = self._probe_timeout if probe else self._control_timeout
         try:
             async with self._http.post(
@@ -361,8 +367,11 @@ class EngineClient:
         if status != 200:
             raise _control_error(self.url, path, status, data)
         # Some update routes answer 200 with success false.
-        if data.startswith(b"{") and parse_object(data).get("success") is False:
+        answer = parse_object(data) if confirmed or data.startswith(b"{") else {}
+        if answer.get("success") is False:
             raise _control_error(self.url, path, 400, data)
+        if confirmed and answer.get("success") is not True:
+            raise UpstreamError(f"engine {self.url} answered 200 to {path} without saying success: {_error_text(data)}")
 
     async def _get(self, path: str) -> Json:
         try:

@@ -6,6 +6,7 @@ goes to a sibling first, is flushed, and is renamed. Depends on torch and safete
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
 from collections.abc import Iterable
@@ -24,11 +25,12 @@ _WEIGHTS = (".safetensors", ".bin", ".pt")
 def export(named: Iterable[tuple[str, torch.Tensor]], source: Path, target: Path) -> None:
     """Write ``model.safetensors`` to ``target`` with the configuration and tokenizer files of ``source``.
 
-    An existing ``target`` is replaced. Raises ``OSError`` when the disk refuses; ``target`` is then as before.
+    An existing ``target`` is replaced, and what a process that was killed at it left goes. Raises ``OSError`` when the disk refuses; ``target`` is then as before.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    for killed in target.parent.glob(f".{glob.escape(target.name)}.*.tmp"):
+        shutil.rmtree(killed, ignore_errors=True)
     draft = target.parent / f".{target.name}.{os.getpid()}.tmp"
-    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     try:
         for path in source.iterdir():

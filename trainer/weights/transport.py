@@ -34,7 +34,8 @@ class TensorWeights:
 class DiskWeights:
     """Model directories ``version_N`` below ``folder``, which engines read. The last two versions stay.
 
-    An older one goes when the next is made: by then every engine that could load the one between has it.
+    An older one goes when the next is made: by then every engine that could load the one between has it. So does a
+    later one, which is of steps that a resumed run takes anew, and what a killed process left half-written.
     """
 
     def __init__(self, backend: BackendHandle, folder: Path) -> None:
@@ -43,15 +44,16 @@ class DiskWeights:
     async def payload(self, version: int) -> Payload:
         """See ``Weights``. Raises ``TrainerLost`` when the disk refuses; what was there stays."""
         target = self._folder / f"{_VERSION}{version:06d}"
-        await asyncio.to_thread(self._keep_newest, target)
+        await asyncio.to_thread(self._make_room, target)
         await self._backend.export(target)
         size = await asyncio.to_thread(_weight_bytes, target)
         return DiskPayload(str(target), size)
 
-    def _keep_newest(self, target: Path) -> None:
-        """Only the newest directory stays beside ``target``, which a resumed run writes again."""
-        found = sorted(path for path in self._folder.glob(f"{_VERSION}*") if path != target)
-        for path in found[:-1]:
+    def _make_room(self, target: Path) -> None:
+        """Only the newest directory of an earlier version stays beside ``target``, which a resumed run writes again."""
+        found = sorted(self._folder.glob(f"{_VERSION}*"))
+        kept = {target, *[path for path in found if path.name < target.name][-1:]}
+        for path in {*found, *self._folder.glob(f".{_VERSION}*")} - kept:
             shutil.rmtree(path, ignore_errors=True)
 
 

@@ -9,6 +9,8 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from call_helpers import QUICK, call, fleet, until
 
 from tollway.errors import (
@@ -381,6 +383,34 @@ async def test_control_calls_say_what_the_engine_said() -> None:
     with pytest.raises(TollwayError):
         async with aiohttp.ClientSession() as http:
             await EngineClient("http://127.0.0.1:9", http).model_info()
+
+
+@pytest.mark.parametrize("answer", ["", "null", "[]", "<html>OK</html>", "{}", '{"success": null}', '{"succ'])
+async def test_an_update_that_an_engine_does_not_confirm_is_none(answer: str) -> None:
+    """A proxy's page or an empty body with status 200 would leave old weights under a new version."""
+    app = web.Application()
+
+    async def anything(_request: web.Request) -> web.Response:
+        return web.Response(text=answer)
+
+    app.router.add_post("/{path}", anything)
+    server = TestServer(app)
+    await server.start_server()
+    async with aiohttp.ClientSession() as http:
+        client = EngineClient(str(server.make_url("")), http)
+        for update in (
+            client.begin_weight_update(),
+            client.update_weights_from_tensor(b"abc"),
+            client.update_weights_from_disk("/m"),
+            client.end_weight_update(),
+            client.set_weight_version(7),
+        ):
+            with pytest.raises(UpstreamError):
+                await update
+        if answer != '{"succ':
+            await client.release_memory(["weights"])  # stock servers say nothing to these
+            await client.resume()
+    await server.close()
 
 
 def test_health_rules() -> None:

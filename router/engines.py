@@ -283,14 +283,7 @@ class EngineClient:
 
     async def metrics(self, *names: str) -> dict[str, list[float]]:
         """Values of Prometheus series of ``GET /metrics`` over all their labels; empty where it has no such series."""
-        try:
-            async with self._http.get(
-                self.url + "/metrics", timeout=self._probe_timeout, allow_redirects=False
-            ) as response:
-                data = await self._read(response)
-                status = response.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._lost(error) from error
+        status, data = await self._answer("GET", "/metrics", self._probe_timeout)
         if status != 200:
             raise _control_error(self.url, "/metrics", status, data)
         return _series(data, names)
@@ -356,14 +349,7 @@ class EngineClient:
     ) -> None:
         """A control call; of one to be ``confirmed`` the answer must say so: a bare 200 loads no weights."""
         timeout = self._probe_timeout if probe else self._control_timeout
-        try:
-            async with self._http.post(
-                self.url + path, data=orjson.dumps(body), headers=_JSON, timeout=timeout, allow_redirects=False
-            ) as response:
-                data = await self._read(response)
-                status = response.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._lost(error) from error
+        status, data = await self._answer("POST", path, timeout, orjson.dumps(body))
         if status != 200:
             raise _control_error(self.url, path, status, data)
         # Some update routes answer 200 with success false.
@@ -374,21 +360,24 @@ class EngineClient:
             raise UpstreamError(f"engine {self.url} answered 200 to {path} without saying success: {_error_text(data)}")
 
     async def _get(self, path: str) -> Json:
-        try:
-            async with self._http.get(self.url + path, timeout=self._probe_timeout, allow_redirects=False) as response:
-                data = await self._read(response)
-                status = response.status
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._lost(error) from error
+        status, data = await self._answer("GET", path, self._probe_timeout)
         if status != 200:
             raise _control_error(self.url, path, status, data)
         return parse_object(data)
 
     async def _status(self, path: str) -> int:
+        return (await self._answer("GET", path, self._probe_timeout))[0]
+
+    async def _answer(
+        self, method: Literal["GET", "POST"], path: str, timeout: aiohttp.ClientTimeout, body: bytes | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body of a call that generates nothing for anybody."""
+        headers = None if body is None else _JSON
         try:
-            async with self._http.get(self.url + path, timeout=self._probe_timeout, allow_redirects=False) as response:
-                await self._read(response)
-                return response.status
+            async with self._http.request(
+                method, self.url + path, data=body, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                return response.status, await self._read(response)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._lost(error) from error
 

@@ -112,7 +112,7 @@ class TrainerConfig(Section):
     exact_drain_s: float = Field(default=60.0, ge=0)
     """How long a refit waits, before it pauses an engine, for sessions and calls that are fixed to the version that the
     engine has; without any it does not wait."""
-    backend_timeout_s: float = Field(default=1800.0, gt=0)
+    backend_timeout_s: float = Field(default=1800.0, gt=0, le=1e6)
     """For one call to the training process; longer silence counts as lost."""
 
     checkpoint_every: int = Field(default=10, ge=1)

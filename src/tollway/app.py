@@ -31,7 +31,7 @@ from tollway.envs.runner import EpisodeRunner
 from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable
 from tollway.fleet_watch import FleetKeeper, Members, PatientEpisodes
 from tollway.fresh_model import write_fresh_model
-from tollway.launching import check_program, launcher
+from tollway.launching import check_program, check_transport, launcher
 from tollway.router.engines import KEEP_ALIVE_S
 from tollway.router.launch import EngineLauncher
 from tollway.router.supervisor import ServerProcess
@@ -197,6 +197,7 @@ def preflight(settings: Settings) -> None:
         blank = settings.env.model_copy(update={"blank_tools": True})
         open_harness(blank, open_environment(blank))  # one that cannot do it shall say so before the training
     check_program(settings.engine)
+    check_transport(settings.engine, settings.trainer.refit_transport)
     check_sandbox(settings)
 
 

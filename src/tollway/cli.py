@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tollway
 from tollway import cli_cache, cli_engines, cli_episode, cli_router, cli_sandbox, cli_tasks, telemetry
-from tollway.errors import ComponentLost, ConfigError, EngineLost, SandboxUnavailable, TollwayError
+from tollway.errors import ConfigError, EngineLost, SandboxUnavailable, TollwayError
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
 
 __all__ = ["main"]
@@ -49,17 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, SandboxUnavailable) as error:
         print(f"tollway: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except ComponentLost as error:
-        print(f"tollway: [{error.code}] {error}", file=sys.stderr)
+    except TollwayError as error:
+        # The code of EngineLost speaks of engines, also where a server did not answer.
+        code = "" if isinstance(error, EngineLost) else f"[{error.code}] "
+        print(f"tollway: {code}{error}", file=sys.stderr)
         if arguments.command == "train":
             kept = "what was committed is kept; once the cause is gone, the same command goes on"
             print(f"tollway: {kept}", file=sys.stderr)
-        return EXIT_FAILED
-    except EngineLost as error:  # nobody answered; its code speaks of engines
-        print(f"tollway: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except TollwayError as error:
-        print(f"tollway: [{error.code}] {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         resumes = "; the same command goes on, from the last checkpoint if there is one"

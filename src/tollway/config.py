@@ -25,9 +25,9 @@ _S = typing.TypeVar("_S", bound="Section")
 
 
 class Section(BaseModel):
-    """Base of every configuration section: frozen, unknown keys refused."""
+    """Base of every configuration section: frozen, unknown keys refused, numbers finite (no wait is for ever)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def read_tree(path: Path) -> Tree:

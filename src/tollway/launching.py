@@ -16,7 +16,10 @@ from tollway.router.launch import EngineLauncher, EnginePlan, RestartRule
 from tollway.router.placement_link import KEY_VARIABLE as ROUTER_KEY_VARIABLE
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings
 
-__all__ = ["check_program", "engine_plan", "launcher"]
+__all__ = ["check_program", "check_transport", "engine_plan", "launcher"]
+
+_RANKS = ("tp-size", "tp", "tensor-parallel-size")
+"""What SGLang calls the number of processes that share one copy of the weights."""
 
 
 def launcher(settings: Settings, model: Path, *, shown: Path, count: int) -> EngineLauncher:
@@ -71,6 +74,24 @@ def check_program(config: EngineConfig) -> str | None:
             "environment of its own (pip install sglang) and set engine.executable to its bin/sglang"
         )
     raise ConfigError(f"engine.command: there is no program {named!r} here; name one by its path")
+
+
+def check_transport(config: EngineConfig, transport: str) -> None:
+    """Raise ``ConfigError`` for engines that the weights of ``transport`` do not reach, or not for long."""
+    if transport == "cuda_ipc" and config.count > 1:
+        # Torch counts readers of a handle down from one, unsigned: with two it never gives that memory back.
+        raise ConfigError(
+            f"engine.count is {config.count}, and trainer.refit_transport 'cuda_ipc' is for one engine: set "
+            'trainer.refit_transport = "tensor" or "disk", or engine.count = 1'
+        )
+    if config.kind != "sglang" or transport == "disk":
+        return
+    for name, value in config.sglang.items():
+        if name.lstrip("-").replace("_", "-") in _RANKS and str(value) != "1":
+            raise ConfigError(
+                f"engine.sglang.{name} is {value}, and trainer.refit_transport {transport!r} sends weights to engines "
+                'of one tensor-parallel rank: set trainer.refit_transport = "disk", or start more engines of one rank'
+            )
 
 
 def _flags(options: dict[str, Option]) -> list[str]:

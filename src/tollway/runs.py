@@ -35,13 +35,14 @@ from tollway.trainer.events import CheckpointSaved, Event
 from tollway.trainer.loop import train as train_loop
 from tollway.trainer.rollout import sampling_of
 from tollway.trainer.sft import Demonstration, warm_start
-from tollway.trainer.weights.turns import Turns
+from tollway.trainer.weights.turns import OnDevice, Turns
 
 __all__ = [
     "EvaluationDone",
     "Listener",
     "PhaseStarted",
     "Watched",
+    "check_transport",
     "guarded",
     "log_to_run",
     "move_aside",
@@ -239,14 +240,25 @@ async def _open(
     fleet_opens = stack.enter_async_context(app.open_fleet(settings, model, journal=journal))
     if not settings.trainer.colocated:
         fleet, _ = await _both(fleet_opens, stack.enter_async_context(backend))
+        await check_transport(settings, backend)
         return fleet, backend, fleet.turns(settings, backend)
     fleet = await fleet_opens
     stack.push_async_callback(backend.aclose)
     backend.start()
+    await check_transport(settings, backend)
     turns = fleet.turns(settings, backend)
     await turns.clear()
     await stack.enter_async_context(backend)
     return fleet, backend, turns
+
+
+async def check_transport(settings: Settings, backend: OnDevice) -> None:
+    """Raise ``ConfigError`` before the warm start, rather than after it, for handles of memory that no GPU has."""
+    if settings.trainer.refit_transport == "cuda_ipc" and await backend.device_memory() is None:
+        raise ConfigError(
+            "trainer.refit_transport is cuda_ipc, and the training process has no GPU; train on the engines' GPU, or "
+            'set trainer.refit_transport = "tensor"'
+        )
 
 
 async def _evaluate(settings: Settings, fleet: Fleet, notes: Notes, *, blank_tools: bool) -> Evaluation:

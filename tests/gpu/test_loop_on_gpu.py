@@ -132,12 +132,14 @@ async def stage(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stage
     """One large model on one device, for every way of its weights."""
     folder = run_folder(tmp_path_factory.mktemp("stage"), 25)
     sets = (f"run.dir={json.dumps(str(folder / 'run'))}", *device_sets(), *PARITY, *(TOY if ON_CPU else LARGE))
-    with pytest.MonkeyPatch.context() as patch:
-        here = str(Path(__file__).parent)
-        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
-        async with open_stage(sets) as opened:
-            yield opened
-    shutil.rmtree(folder)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            here = str(Path(__file__).parent)
+            patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")])))
+            async with open_stage(sets) as opened:
+                yield opened
+    finally:
+        shutil.rmtree(folder)  # it may lie in memory
 
 
 def _note_stretch(name: str, done: Stretch, versions: dict[int, set[int]]) -> None:

@@ -65,7 +65,10 @@ class TrainBackend(ABC):
 
     @abstractmethod
     def step(self, batch: Batch, *, lr: float) -> StepReport:
-        """Sum weight * loss, clip the gradient, one AdamW update at rate ``lr``."""
+        """Sum weight * loss, clip the gradient, one AdamW update at rate ``lr``.
+
+        Raises ``TrainerLost`` for a gradient that is not finite: the weights are then no numbers either.
+        """
 
     @abstractmethod
     def gradients(self, batch: Batch) -> dict[str, torch.Tensor]:

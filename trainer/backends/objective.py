@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
@@ -14,11 +15,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from tollway.errors import TrainerLost
 from tollway.trainer.backends.base import BackendSpec, TrainBackend
 from tollway.trainer.backends.microbatch import MicroBatch, split
 from tollway.trainer.backends.offload import HostMemory
 from tollway.trainer.backends.shape import ModelShape
 from tollway.trainer.batch import Batch, Objective, Row, StepReport
+from tollway.trainer.flops import train_flops
 from tollway.trainer.losses import LOG_RATIO_LIMIT
 
 __all__ = ["MicroBatchedBackend", "loss_sum", "training_device", "upload"]
@@ -61,7 +64,7 @@ def loss_sum(logprobs: torch.Tensor, micro: MicroBatch, objective: Objective) ->
 
 
 class MicroBatchedBackend(TrainBackend):
-    """What backends do alike: passes over micro-batches, the clock around a step, and memory given back."""
+    """What backends do alike: passes over micro-batches, what a step took, and memory given back."""
 
     def __init__(self, spec: BackendSpec, shape: ModelShape, *, multiple: int = 1) -> None:
         self._shape = shape
@@ -79,17 +82,28 @@ class MicroBatchedBackend(TrainBackend):
     def step(self, batch: Batch, *, lr: float) -> StepReport:
         """See ``TrainBackend``."""
         self._memory.require_onloaded()
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self._device)
         started, cpu = time.perf_counter(), time.process_time()
         loss, logprobs = self._backward(batch)
         norm = self._update(lr)
-        if self._device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(self._device)
+        if not math.isfinite(norm):
+            # The update is done and its weights are no numbers: they must reach neither an engine nor a checkpoint.
+            raise TrainerLost(
+                f"the gradient's norm is {norm} at a loss of {loss}, want a finite one: the same command goes on from "
+                'the last checkpoint; if it happens again, lower trainer.optimizer.lr or set trainer.dtype = "float32"'
+            )
         return StepReport(
             loss=loss,
             grad_norm=norm,
             logprobs=logprobs,
             seconds=time.perf_counter() - started,
             cpu_seconds=time.process_time() - cpu,
+            flops=train_flops(self._shape, [row.token_ids.size for row in batch.rows]),
+            peak_bytes=torch.cuda.max_memory_allocated(self._device) if on_gpu else None,
         )
 
     def offload(self) -> None:

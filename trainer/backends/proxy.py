@@ -178,6 +178,8 @@ class BackendProxy:
             return value
         if kind == "config":
             raise ConfigError(str(value))
+        if kind == "not_written":
+            raise TrainerLost(f"{value}; make room, or see the traceback in {self._log_path}")
         raise TrainerLost(f"{method} failed in the training process: {value}{self._tail()}")
 
     def _exchange(self, method: str, arguments: tuple[object, ...]) -> tuple[str, object]:

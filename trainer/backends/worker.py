@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import signal
 import sys
 import time
 import traceback
 import warnings
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -23,7 +25,6 @@ from numpy.typing import NDArray
 
 from tollway.errors import ConfigError, TrainerLost
 from tollway.trainer.backends.base import BackendSpec, TrainBackend, WeightBuckets
-from tollway.trainer.backends.shape import read_shape
 from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
 
 if TYPE_CHECKING:
@@ -65,21 +66,8 @@ class Worker:
         return self._built.score(batch)
 
     def step(self, batch: Batch, lr: float) -> StepReport:
-        """See ``TrainBackend.step``; its report also counts operations and the device's memory."""
-        import torch
-
-        from tollway.trainer.flops import train_flops
-
-        backend, spec, on_device = *self._ready, torch.cuda.is_available()
-        if on_device:
-            torch.cuda.reset_peak_memory_stats()
-        report = backend.step(batch, lr=lr)
-        lengths = [row.token_ids.size for row in batch.rows]
-        return replace(
-            report,
-            flops=train_flops(read_shape(Path(spec.model_dir)), lengths),
-            peak_bytes=torch.cuda.max_memory_allocated() if on_device else None,
-        )
+        """See ``TrainBackend.step``."""
+        return self._built.step(batch, lr=lr)
 
     def gradients(self, batch: Batch) -> dict[str, NDArray[np.float32]]:
         """See ``TrainBackend.gradients``."""
@@ -133,8 +121,16 @@ class Worker:
         self._built.offload()
 
     def onload(self) -> None:
-        """See ``TrainBackend.onload``."""
-        self._built.onload()
+        """See ``TrainBackend.onload``. Raises ``TrainerLost`` with what to change when the device has no room."""
+        import torch
+
+        try:
+            self._built.onload()
+        except torch.OutOfMemoryError as error:
+            raise TrainerLost(
+                f"the trainer's memory does not fit on the device beside what engines keep there: {error}; give the "
+                "engines less (engine.sglang.mem-fraction-static, or fewer engines on this device)"
+            ) from error
 
     def _drop_kept(self) -> None:
         """Free the buckets that engines were given handles of."""
@@ -150,11 +146,14 @@ class Worker:
         from tollway.trainer.weights import disk
 
         backend, spec = self._ready
-        disk.export(backend.named_weights(), Path(spec.model_dir), Path(target))
+        with _writing(Path(target)):
+            disk.export(backend.named_weights(), Path(spec.model_dir), Path(target))
 
     def save(self, directory: str) -> None:
         """See ``TrainBackend.save``."""
-        self._built.save(Path(directory))
+        backend, _ = self._ready
+        with _writing(Path(directory)):
+            backend.save(Path(directory))
 
     def load(self, directory: str) -> None:
         """See ``TrainBackend.load``."""
@@ -173,6 +172,23 @@ class Worker:
         if self._backend is None or self._spec is None:
             raise TrainerLost("the training process has no model yet: build must come first")
         return self._backend, self._spec
+
+
+class _NotWritten(Exception):
+    """A directory that could not be written, and why."""
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Frameworks say of a full disk what they like, down to "unexpected pos": name the directory and its room."""
+    try:
+        yield
+    except Exception as error:
+        there = next(path for path in (target, *target.absolute().parents) if path.exists())
+        free = shutil.disk_usage(there).free / 2**20
+        raise _NotWritten(
+            f"cannot write {target}, with {free:.0f} MiB free there: {type(error).__name__}: {error}"
+        ) from error
 
 
 def main(handle: int, parent: int) -> None:
@@ -196,6 +212,9 @@ def _answer(worker: Worker, method: str, arguments: tuple[object, ...]) -> tuple
         return "ok", getattr(worker, method)(*arguments)
     except ConfigError as error:
         return "config", str(error)
+    except _NotWritten as error:
+        traceback.print_exc()
+        return "not_written", str(error)
     except Exception as error:  # the boundary of the process: every failure becomes an answer
         traceback.print_exc()
         return "failed", f"{type(error).__name__}: {error}"

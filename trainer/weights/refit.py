@@ -125,7 +125,7 @@ class Refit:
         self._lock = asyncio.Lock()
         """Held while weights are on their way, and while engines go to sleep or wake."""
         self._asleep = False
-        """Engines sleep: what waits for weights gets them with the next push."""
+        """Engines sleep, or are about to: what waits for weights gets them with the next push."""
         self._last: tuple[Payload | None, int] | None = None
         """The last push; its payload is ``None`` where none is kept."""
         self._not_before: dict[str, tuple[float, float]] = {}
@@ -159,13 +159,15 @@ class Refit:
     async def catch_up(self, waiting: Sequence[RefitTarget]) -> None:
         """Bring the weights of the last push to engines that joined, came back or were quarantined since.
 
-        An engine that does not take them is tried again later, with growing pauses. Does nothing before a push, and
-        nothing while engines sleep.
+        An engine that does not take them is tried again later, with growing pauses. Does nothing before a push, nothing
+        while engines sleep, and nothing while weights are on their way: they may reach who waits.
         """
         for engine in waiting:
             at, pause_s = self._not_before.get(engine.url, (0.0, _AGAIN_S))
             if time.monotonic() < at:
                 continue
+            if self._lock.locked():
+                return
             async with self._lock:
                 if self._last is None or self._asleep:
                     return
@@ -180,6 +182,11 @@ class Refit:
             else:
                 self._not_before.pop(engine.url, None)
                 logger.info("engine %s caught up with weights %d", engine.url, version)
+
+    async def hold(self) -> None:
+        """Until ``wake`` nobody catches up any more, and whoever did when this was called is done."""
+        async with self._lock:
+            self._asleep = True
 
     async def sleep(self) -> tuple[str, ...]:
         """Every engine pauses and gives its memory back; returns those that did now. One that is lost has none.

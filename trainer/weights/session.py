@@ -25,6 +25,8 @@ __all__ = ["Notify", "RefitNotice", "Sessions"]
 
 logger = logging.getLogger(__name__)
 _WEIGHTS = "weights"
+_CANCELLED_S = 3.0
+"""For each call that leaves an engine in order when the run is stopped: it may hang, and somebody waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,38 +125,35 @@ class Sessions:
         async with self._settled(engine, sleeper):
             if not slept_before:
                 await self._pause(engine, sleeper)
-            broken, sleeper.broken = sleeper.broken, True
+            released, broken = sleeper.released, sleeper.broken
+            # Known before the call: when the process dies in it, ``forget`` has the last word.
+            self._asleep[engine.url] = sleeper
+            sleeper.released, sleeper.broken = (*released, *wanted), True
             try:
                 await self._bounded(engine, "release memory", engine.release_memory(wanted))
             except EngineRefused:
-                sleeper.broken = broken  # it said no, so nothing is gone
+                sleeper.released, sleeper.broken = released, broken  # it said no, so nothing is gone
+                if not slept_before:
+                    self._asleep.pop(engine.url, None)
                 raise
-            except BaseException:
-                self._note_released(engine, sleeper, wanted)
-                raise
-            self._note_released(engine, sleeper, wanted)
             sleeper.broken = broken or _WEIGHTS in wanted
             sleeper.version = None
         return True
 
-    def _note_released(self, engine: RefitTarget, sleeper: _Sleeper, tags: Sequence[str]) -> None:
-        sleeper.released = (*sleeper.released, *tags)
-        self._asleep[engine.url] = sleeper
-
     async def wake(self, engine: RefitTarget) -> bool:
-        """Give it the rest of its memory and let it go on; False for one whose weights may not serve.
+        """Give it the rest of its memory and let it go on; False for one whose weights may not serve, or that ended.
 
-        That one stays paused and quarantined, with what it gave back, until weights reach it.
+        The first stays paused and quarantined, with what it gave back, until weights reach it.
         """
-        sleeper = self._asleep[engine.url]
-        if sleeper.broken:
+        sleeper = self._asleep.get(engine.url)
+        if sleeper is None or sleeper.broken:
             return False
         async with self._settled(engine, sleeper):
             if sleeper.released:
                 sleeper.broken = True
                 await self._bounded(engine, "resume memory", engine.resume_memory(sleeper.released))
                 sleeper.released, sleeper.broken = (), False
-            del self._asleep[engine.url]
+            self._asleep.pop(engine.url, None)
             await self._tell(engine, RefitNotice(url=engine.url, version=sleeper.version, phase="resumed"))
             await self._bounded(engine, "continue", engine.resume())
         return True
@@ -206,9 +205,9 @@ class Sessions:
             await self._release(engine, stage, error)
             raise
 
-    async def _tell(self, engine: RefitTarget, notice: RefitNotice) -> None:
+    async def _tell(self, engine: RefitTarget, notice: RefitNotice, limit_s: float | None = None) -> None:
         if self._notify is not None:
-            await self._bounded(engine, "session server", self._notify(notice))
+            await self._bounded(engine, "session server", self._notify(notice), limit_s)
 
     async def _release(self, engine: RefitTarget, stage: _Stage, cause: BaseException) -> None:
         """Let the engine go on, or end its requests so that nobody waits for a paused engine.
@@ -216,19 +215,20 @@ class Sessions:
         The session server hears of it first: what is ended here must not come back here.
         """
         serve, reason = stage.serves, str(cause) or "it was cancelled"
+        limit_s = self._timeout_s if isinstance(cause, TollwayError) else min(self._timeout_s, _CANCELLED_S)
         if isinstance(cause, EngineLost) and cause.refused:
             self.forget(engine.url)
         notice = RefitNotice(url=engine.url, phase="resumed" if serve else "failed", reason="" if serve else reason)
         try:
             if stage.told:
-                await self._tell(engine, notice)
+                await self._tell(engine, notice, limit_s)
         except TollwayError as error:
             logger.warning("engine %s after a failed refit: the session server was not told: %s", engine.url, error)
         try:
             if serve:
-                await self._bounded(engine, "continue", engine.resume())
+                await self._bounded(engine, "continue", engine.resume(), limit_s)
             else:
-                await self._bounded(engine, "abort", engine.abort_all())
+                await self._bounded(engine, "abort", engine.abort_all(), limit_s)
         except TollwayError as error:
             logger.warning("engine %s after a failed refit: %s", engine.url, error)
 
@@ -240,11 +240,14 @@ class Sessions:
             logger.info("engine %s had no open weight session: %s", engine.url, error)
         self._half_open.discard(engine.url)
 
-    async def _bounded(self, engine: RefitTarget, stage: str, call: Awaitable[None]) -> None:
+    async def _bounded(
+        self, engine: RefitTarget, stage: str, call: Awaitable[None], limit_s: float | None = None
+    ) -> None:
+        limit_s = self._timeout_s if limit_s is None else limit_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(limit_s):
                 await call
         except TimeoutError as error:
             raise EngineLost(
-                f"engine {engine.url}: {stage} took longer than {self._timeout_s:.0f} s", timed_out=True
+                f"engine {engine.url}: {stage} took longer than {limit_s:.0f} s", timed_out=True
             ) from error

@@ -58,6 +58,7 @@ class Turns:
         """
         if not self.shared or self._trainers:
             return
+        await self._refit.hold()  # the memory of one that catches up would be counted as freed, or as taken
         before = await self._trainer.device_memory()
         slept = await self._refit.sleep()
         self._since, self._trainers = time.perf_counter(), True

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tollway.engine.config import EngineConfig
 from tollway.errors import ConfigError
-from tollway.launching import check_program, engine_plan
+from tollway.launching import check_program, check_transport, engine_plan
 from tollway.settings import ADMIN_KEY_VARIABLE
 
 MODEL, SHOWN = Path("/models/m"), Path("/run/settings.json")
@@ -52,6 +52,25 @@ def test_a_program_that_is_not_installed_is_named_with_what_to_do(tmp_path: Path
         check_program(EngineConfig(kind="sglang", executable="no-sglang"))
     with pytest.raises(ConfigError, match=r"engine\.command: there is no program 'nothing'"):
         check_program(EngineConfig(kind="command", command=["nothing"]))
+
+
+@pytest.mark.parametrize("name", ["tp-size", "tp_size", "tp", "tensor-parallel-size"])
+def test_weights_for_one_rank_are_not_sent_to_engines_of_several(name: str) -> None:
+    several = EngineConfig(kind="sglang", sglang={name: 2})
+    for transport in ("tensor", "cuda_ipc"):
+        with pytest.raises(ConfigError, match=rf'engine\.sglang\.{name} is 2.*refit_transport = "disk"'):
+            check_transport(several, transport)
+    check_transport(several, "disk")
+    check_transport(EngineConfig(kind="sglang", sglang={name: 1, "dp-size": 2}), "tensor")
+    check_transport(EngineConfig(), "tensor")
+
+
+def test_memory_that_one_reader_may_read_is_not_shared_with_two() -> None:
+    two = EngineConfig(count=2)
+    with pytest.raises(ConfigError, match=r'engine\.count is 2.*"tensor" or "disk", or engine\.count = 1'):
+        check_transport(two, "cuda_ipc")
+    check_transport(two, "tensor")
+    check_transport(EngineConfig(), "cuda_ipc")
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,16 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from tollway.cli import main
-from tollway.errors import ConfigError
+from tollway.errors import ComponentLost, ConfigError, EngineLost
 from tollway.notes import Notes, locked
-from tollway.runs import move_aside
+from tollway.runs import check_transport, move_aside
+from tollway.settings import Settings
+from tollway.trainer.weights.turns import OnDevice
 
 
 def test_a_fresh_start_moves_an_old_run_aside_and_never_a_running_one(tmp_path: Path) -> None:
@@ -51,6 +54,32 @@ def test_a_full_disk_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr("tollway.runs.train", full)
     assert main(["train", "--set", "model.path=/nowhere"]) == 1
     assert "make room" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lost", [EngineLost("session server at http://x: no answer in time"), ComponentLost("gone")])
+def test_whatever_is_lost_the_run_says_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], lost: Exception
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise lost
+
+    monkeypatch.setattr("tollway.runs.train", fails)
+    assert main(["train", "--set", "model.path=/nowhere"]) == 1
+    said = capsys.readouterr().err
+    assert str(lost) in said
+    assert "the same command goes on" in said
+
+
+async def test_handles_of_memory_without_a_gpu_are_refused_before_the_run_works_for_them() -> None:
+    class OnCpu:
+        async def device_memory(self) -> None:
+            return None
+
+    ipc, tensor = (Settings.model_validate({"trainer": {"refit_transport": way}}) for way in ("cuda_ipc", "tensor"))
+    backend = cast(OnDevice, OnCpu())
+    await check_transport(tensor, backend)
+    with pytest.raises(ConfigError, match=r'set trainer\.refit_transport = "tensor"'):
+        await check_transport(ipc, backend)
 
 
 def test_a_run_goes_on_only_with_the_settings_that_make_it_that_run(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest_asyncio
 from safetensors.numpy import load_file
 from trainer_helpers import model_dir, open_bucket, random_batch
 
-from tollway.errors import ConfigError
+from tollway.errors import ConfigError, TrainerLost
 from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.proxy import BackendProxy
 from tollway.trainer.batch import Batch, Objective, OptimizerSettings
@@ -198,3 +198,14 @@ async def test_a_directory_without_weights_is_refused_with_the_next_step(worker:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ConfigError, match="LlamaForCausalLM is not built here"):
         await worker.rebuild(spec(tmp_path, "torch"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+async def test_a_gradient_that_is_no_number_ends_the_run_before_its_weights_go_anywhere(
+    worker: BackendProxy, folders: dict[str, Path], kind: str
+) -> None:
+    await worker.rebuild(spec(folders["dense"], kind))
+    batch = random_batch(4)
+    await worker.step(batch, lr=1e37)
+    with pytest.raises(TrainerLost, match=r"norm is nan at a loss of .*goes on from the last checkpoint.*lower"):
+        await worker.step(batch, lr=1e-3)

@@ -232,6 +232,42 @@ async def test_an_engine_that_dies_asleep_is_left_out_and_the_one_at_its_address
     assert (mortal.version, mortal.paused, mortal.released) == (1, False, set())
 
 
+async def test_an_engine_whose_end_was_seen_while_it_gave_memory_back_is_not_remembered_as_asleep() -> None:
+    class Dying(RecordingEngine):
+        dying = True
+
+        async def release_memory(self, tags: Sequence[str]) -> None:
+            await super().release_memory(tags)
+            if self.dying:
+                party.refit.forget(self.url)  # its launcher hears of its end before the connection breaks
+                raise EngineLost("connection reset")
+
+    good, dying = RecordingEngine(url="http://good"), Dying(url="http://dying")
+    party = Party(good, dying)
+    await party.turns.trainer()
+    # Another process at the same address, on a port of the configuration.
+    dying.dying, dying.paused, dying.released = False, False, set()
+    dying.calls.clear()
+    assert (await party.turns.engines(1)).pushed.quarantined == ()
+    assert dying.calls[0] == "pause:retract"
+    assert (dying.version, dying.paused) == (1, False)
+
+
+@pytest.mark.parametrize("tags", [{"weights"}, {"kv_cache", "cuda_graph"}])
+async def test_an_engine_whose_end_is_seen_while_it_gets_memory_back_stops_nobody(tags: set[str]) -> None:
+    class Dying(RecordingEngine):
+        async def resume_memory(self, given: Sequence[str]) -> None:
+            await super().resume_memory(given)
+            if set(given) == tags:
+                party.refit.forget(self.url)
+
+    good, dying = RecordingEngine(url="http://good"), Dying(url="http://dying")
+    party = Party(good, dying)
+    await party.turns.trainer()
+    await party.turns.engines(1)
+    assert (good.version, good.paused) == (1, False)
+
+
 async def test_an_engine_that_was_started_again_while_others_sleep_is_not_asked_for_memory_that_it_has() -> None:
     good, again = RecordingEngine(url="http://good"), RecordingEngine(url="http://again")
     party = Party(good, again)
@@ -257,6 +293,50 @@ async def test_nobody_catches_up_while_the_trainer_has_the_device() -> None:
     await party.turns.engines(2)
     await party.refit.catch_up([late])
     assert (late.version, party.weights.asked) == (2, [1, 2, 2])
+
+
+async def test_nobody_catches_up_with_weights_that_are_on_their_way() -> None:
+    engine = RecordingEngine()
+    party = Party(engine)
+    await party.turns.trainer()
+    engine.stall_at = "resume:kv_cache,cuda_graph"
+    waking = asyncio.create_task(party.turns.engines(1))
+    while engine.stall_at not in engine.calls:
+        await asyncio.sleep(0)
+    before = list(engine.calls)
+    await asyncio.wait_for(party.refit.catch_up([engine]), 5)
+    assert engine.calls == before
+    waking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waking
+
+
+async def test_memory_is_counted_only_once_nobody_catches_up_any_more() -> None:
+    class Slow(Device):
+        go = asyncio.Event()
+
+        async def onload(self) -> None:
+            await super().onload()
+            await self.go.wait()
+
+    engine, late = RecordingEngine(url="http://first"), RecordingEngine(url="http://late")
+    party = Party(engine)
+    await party.turns.trainer()
+    await party.turns.engines(1)
+    device = Slow(free=[40, 90])
+    party.refit._sharing = Sharing(device, TAGS)
+    party.turns = Turns(party.refit, device, shared=True)
+    catching = asyncio.create_task(party.refit.catch_up([late]))
+    while not device.calls:
+        await asyncio.sleep(0)
+    taking = asyncio.create_task(party.turns.trainer())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert device.free == [40, 90], "nobody was asked while one engine sleeps and the trainer is there for it"
+    device.go.set()
+    await asyncio.gather(catching, taking)
+    assert device.calls == ["onload", "offload", "onload"]
+    assert (await party.turns.engines(2)).freed_bytes == 50
 
 
 async def test_a_trainer_that_is_gone_is_not_taken_for_an_engines_failure() -> None:

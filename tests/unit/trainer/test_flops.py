@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_helpers import model_dir
+from trainer_helpers import model_dir, random_batch
 
-from tollway.trainer.backends.factory import starting_weights
+from tollway.trainer.backends.base import BackendSpec
+from tollway.trainer.backends.factory import build, starting_weights
 from tollway.trainer.backends.shape import read_shape
 from tollway.trainer.backends.torch_backend import decode
 from tollway.trainer.flops import forward_flops, train_flops
@@ -43,3 +44,11 @@ def test_long_rows_cost_more_than_their_tokens(tmp_path: Path) -> None:
     shape = read_shape(model_dir(tmp_path))
     assert train_flops(shape, [64]) > train_flops(shape, [32, 32])
     assert train_flops(shape, []) == 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+def test_a_step_reports_the_operations_of_its_rows_and_no_memory_without_a_device(tmp_path: Path) -> None:
+    folder, batch = model_dir(tmp_path), random_batch(4)
+    report = build(BackendSpec(kind="torch", model_dir=str(folder))).step(batch, lr=1e-3)
+    assert report.flops == train_flops(read_shape(folder), [row.token_ids.size for row in batch.rows])
+    assert report.peak_bytes is None

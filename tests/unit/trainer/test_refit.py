@@ -10,6 +10,7 @@ from trainer_helpers import FixedWeights, RecordingEngine
 
 from tollway.errors import ComponentLost, ConfigError, EngineLost
 from tollway.trainer.weights import refit as refit_module
+from tollway.trainer.weights import session as session_module
 from tollway.trainer.weights.refit import Limits, PauseMode, Refit, RefitNotice
 from tollway.trainer.weights.wire import serialise
 
@@ -124,6 +125,22 @@ async def test_a_session_server_that_cannot_be_told_stops_the_push_before_weight
         await refit(engine, notify=notify).push(1)
     assert "begin" not in engine.calls
     assert engine.calls[-1] == "resume"
+
+
+@pytest.mark.parametrize(("stage", "last"), [("flush", "resume"), ("bucket", "abort_all")])
+async def test_whoever_stops_a_run_does_not_wait_long_for_an_engine_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, stage: str, last: str
+) -> None:
+    monkeypatch.setattr(session_module, "_CANCELLED_S", 0.05)
+    engine = RecordingEngine(stall_at=stage)
+    push = asyncio.create_task(refit(engine, limits=Limits(1000)).push(1))
+    while stage not in engine.calls:
+        await asyncio.sleep(0)
+    engine.stall_at = last
+    push.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(push), 5)
+    assert last in engine.calls
 
 
 @pytest.mark.parametrize(("stage", "last"), [("flush", "resume"), ("bucket", "abort_all")])

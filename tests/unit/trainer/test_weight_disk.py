@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import cast
 
@@ -39,6 +40,18 @@ def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path) -> Non
     killed.mkdir()
     disk.export([("a", torch.ones(2))], source, tmp_path / "model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "source"]
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_the_configuration_names_the_type_of_the_weights(tmp_path: Path, kind: torch.dtype) -> None:
+    source = model_dir(tmp_path / "source")
+    before = json.loads((source / "config.json").read_text())
+    disk.export([("a", torch.ones(2, dtype=kind))], source, tmp_path / "model")
+    after = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert {after.pop(key) for key in ("torch_dtype", "dtype") if key in after} == {str(kind).removeprefix("torch.")}
+    assert after == {key: value for key, value in before.items() if key not in ("torch_dtype", "dtype")}
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "model").iterdir()}
+    assert modes == {(source / "config.json").stat().st_mode & 0o777}
 
 
 @pytest.mark.parametrize("version", [0, 7])

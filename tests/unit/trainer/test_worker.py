@@ -74,6 +74,20 @@ async def test_a_failure_inside_the_process_is_named_and_the_process_is_ended_at
     assert gone(pid)
 
 
+async def test_a_full_disk_is_named_with_its_room_and_without_a_traceback(tmp_path: Path) -> None:
+    full = tmp_path / "checkpoint"
+    full.mkdir()
+    (full / "state.pt").symlink_to("/dev/full")
+    async with BackendProxy(spec(tmp_path), log_path=tmp_path / "log") as backend:
+        for call, where in ((backend.save, full), (backend.export, tmp_path / "log" / "no_folder")):
+            words = rf"cannot write {where}, with \d+ MiB free there.*make room"
+            with pytest.raises(TrainerLost, match=words) as caught:
+                await call(where)
+            assert "Traceback" not in str(caught.value)
+        assert len(await backend.score(random_batch(3))) == 3
+    assert "Traceback" in (tmp_path / "log").read_text()
+
+
 class Unreadable:
     """Pickles well and cannot be read back."""
 

@@ -8,7 +8,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -175,12 +176,19 @@ async def _command(folder: Path, *arguments: str) -> AsyncIterator[Command]:
         await command.ended()
 
 
+@pytest.fixture
+def sandboxes() -> Iterator[Path]:
+    """A place that the uids of sandboxes can reach; directories of pytest's are private."""
+    with tempfile.TemporaryDirectory(prefix="tollway-eval-") as name:
+        Path(name).chmod(0o711)
+        yield Path(name)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_a_signal_ends_it_cleanly_with_what_is_known(folder: Path, number: signal.Signals) -> None:
-    root = ("--set", f"sandbox.local.root={folder}")
-    folder.chmod(0o755)
-    for parent in folder.parents[:2]:
-        parent.chmod(0o755)
+async def test_a_signal_ends_it_cleanly_with_what_is_known(
+    folder: Path, number: signal.Signals, sandboxes: Path
+) -> None:
+    root = ("--set", f"sandbox.local.root={sandboxes}")
     arguments = ("eval", "--harness", "eval_harnesses:Some", "--tasks", "0-4", "--json", *root)
     async with _command(folder, *arguments) as command:
         await command.until(lambda: command.err.count("/5  ") == 3)
@@ -191,7 +199,7 @@ async def test_a_signal_ends_it_cleanly_with_what_is_known(folder: Path, number:
     assert (found["episodes"], found["errors_by_code"]) == (2, {"sandbox_gone": 1})
     assert "stopped" in command.err
     assert "Traceback" not in command.err
-    left = [path for path in folder.rglob("*") if path.name.startswith("tollway-")]
+    left = [path for path in sandboxes.rglob("*") if path.name.startswith("tollway-")]
     assert [path for each in left for path in each.iterdir() if path.is_dir()] == []
 
 

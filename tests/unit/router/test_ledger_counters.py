@@ -114,7 +114,6 @@ async def counters(router: Router, engine_id: str) -> dict[str, float]:
     client = router.fleet.get(engine_id).client
     read = await client.metrics(*NAMES.values(), "sglang:evicted_tokens_total")
     found = {name: sum(read[series]) for name, series in NAMES.items()}
-    found["cached_tokens"] /= 2  # once by tier and once as the total
     return {**found, "evicted_tokens": sum(read["sglang:evicted_tokens_total"])}
 
 

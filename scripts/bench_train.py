@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from model_shapes import QWEN3_06B
 
 from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.trainer.backends.base import BackendSpec
@@ -31,19 +32,9 @@ from tollway.trainer.backends.shape import read_shape
 from tollway.trainer.batch import Batch, Row
 from tollway.trainer.flops import train_flops
 
-SHAPES: dict[str, dict[str, object]] = {
-    "qwen3-0.6b": {
-        "vocab_size": 151_936,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1_000_000.0,
-    },
-    "tiny": {"vocab_size": 2048, "hidden_size": 256, "head_dim": 64, "intermediate_size": 768},
+SHAPES = {
+    "qwen3-0.6b": QWEN3_06B,
+    "tiny": ModelShape(vocab_size=2048, hidden_size=256, head_dim=64, intermediate_size=768),
 }
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -148,7 +139,7 @@ def bare(args: argparse.Namespace) -> float:
 
 
 async def run(args: argparse.Namespace) -> dict[str, object]:
-    shape = ModelShape.model_validate(SHAPES[args.shape])
+    shape = SHAPES[args.shape]
     batch = random_batch(shape, args.rows, args.seq)
     per_s = bare(args)
     print(f"floor  {per_s / 1e12:.3f} TFLOP/s of bare products", flush=True)
@@ -190,7 +181,7 @@ def main() -> None:
     parser.add_argument("--floor", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.floor:
-        print(floor(ModelShape.model_validate(SHAPES[args.shape]), args.rows * args.seq, args.steps))
+        print(floor(SHAPES[args.shape], args.rows * args.seq, args.steps))
     else:
         print(json.dumps(asyncio.run(run(args))))
 

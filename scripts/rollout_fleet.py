@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import aiohttp
+from model_shapes import QWEN3_06B
 
 from tollway.engine.config import LAUNCH_FIELDS
 from tollway.errors import ConfigError, TollwayError
@@ -48,17 +49,7 @@ SHAPES = {
         intermediate_size=768,
         max_position_embeddings=16_384,
     ),
-    "qwen3-0.6b": ModelShape(
-        vocab_size=151_936,
-        hidden_size=1024,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        intermediate_size=3072,
-        max_position_embeddings=40_960,
-        rope_theta=1_000_000.0,
-    ),
+    "qwen3-0.6b": QWEN3_06B,
 }
 
 

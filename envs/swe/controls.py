@@ -165,18 +165,17 @@ def falsify(text: str, tests: Mapping[str, Sequence[int]], pick: random.Random, 
     helper = _word(pick)
     edits: list[_Edit] = []
     must_fail: list[tuple[str, str, int | None]] = []
-    taken = {node.name for node in ast.walk(module.tree) if isinstance(node, _Function | ast.ClassDef)}
+    taken = _names(module)
     for test, function, usable in _usable(module, tests):
         chosen: list[int | None] = [*pick.sample(usable, min(most, len(usable)))] or [None]
         variants = [_variant(module, function, at, helper, pick) for at in chosen]
-        start, end = module.first_line(function), module.after(function)
         texts = [variants[0]]
         must_fail.append((test, test, chosen[0]))
         for at, variant in zip(chosen[1:], variants[1:], strict=True):
             alias = look_alike(function.name, taken, pick)
             texts.append(variant.replace(f"def {function.name}(", f"def {alias}(", 1))
             must_fail.append((_renamed(test, alias), test, at))
-        edits.append(_Edit(start, end, "".join(one if one.endswith("\n") else one + "\n" for one in texts)))
+        edits.append(_replaced(module, function, texts))
     body = module.edited(0, len(text.encode()), edits)
     return Falsified(f"{body.rstrip()}\n\n\n{_helper(helper, pick)}", tuple(must_fail))
 
@@ -193,19 +192,30 @@ def twins(
     helper = _word(pick)
     edits: list[_Edit] = []
     must_fail: list[tuple[str, str, int | None]] = []
-    taken = {node.name for node in ast.walk(module.tree) if isinstance(node, _Function | ast.ClassDef)}
+    taken = _names(module)
     for test, function, usable in _usable(module, tests):
         at = pick.choice(usable) if usable else None
         wrong = _variant(module, function, at, helper, pick)
         alias = look_alike(function.name, taken, pick)
-        start, end = module.first_line(function), module.after(function)
-        own, other = (wrong, module.bytes(start, end)) if test in swapped else (module.bytes(start, end), wrong)
+        right = module.bytes(module.first_line(function), module.after(function))
+        own, other = (wrong, right) if test in swapped else (right, wrong)
         both = [own, other.replace(f"def {function.name}(", f"def {alias}(", 1)]
         pick.shuffle(both)
-        edits.append(_Edit(start, end, "".join(one if one.endswith("\n") else one + "\n" for one in both)))
+        edits.append(_replaced(module, function, both))
         must_fail.append((test if test in swapped else _renamed(test, alias), test, at))
     body = module.edited(0, len(text.encode()), edits)
     return Falsified(f"{body.rstrip()}\n\n\n{_helper(helper, pick)}", tuple(must_fail))
+
+
+def _names(module: _Module) -> set[str]:
+    """Of all functions and classes."""
+    return {node.name for node in ast.walk(module.tree) if isinstance(node, _Function | ast.ClassDef)}
+
+
+def _replaced(module: _Module, function: _Function, texts: Sequence[str]) -> _Edit:
+    """Several functions in the place of one, each on lines of its own."""
+    whole = "".join(one if one.endswith("\n") else one + "\n" for one in texts)
+    return _Edit(module.first_line(function), module.after(function), whole)
 
 
 def _usable(module: _Module, tests: Mapping[str, Sequence[int]]) -> Iterator[tuple[str, _Function, list[int]]]:

@@ -42,7 +42,7 @@ __all__ = [
     "Listener",
     "PhaseStarted",
     "Watched",
-    "check_transport",
+    "check_device",
     "guarded",
     "log_to_run",
     "move_aside",
@@ -240,19 +240,19 @@ async def _open(
     fleet_opens = stack.enter_async_context(app.open_fleet(settings, model, journal=journal))
     if not settings.trainer.colocated:
         fleet, _ = await _both(fleet_opens, stack.enter_async_context(backend))
-        await check_transport(settings, backend)
+        await check_device(settings, backend)
         return fleet, backend, fleet.turns(settings, backend)
     fleet = await fleet_opens
     stack.push_async_callback(backend.aclose)
     backend.start()
-    await check_transport(settings, backend)
+    await check_device(settings, backend)
     turns = fleet.turns(settings, backend)
     await turns.clear()
     await stack.enter_async_context(backend)
     return fleet, backend, turns
 
 
-async def check_transport(settings: Settings, backend: OnDevice) -> None:
+async def check_device(settings: Settings, backend: OnDevice) -> None:
     """Raise ``ConfigError`` before the warm start, rather than after it, for handles of memory that no GPU has."""
     if settings.trainer.refit_transport == "cuda_ipc" and await backend.device_memory() is None:
         raise ConfigError(

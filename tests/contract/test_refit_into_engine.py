@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +13,7 @@ import aiohttp
 import numpy as np
 import pytest
 import torch
+from served_engine import serving
 from sglang_cpu.fixture import DENSE
 
 from tollway.errors import ComponentLost, TrainerLost
@@ -55,20 +52,6 @@ def model_directory(folder: Path, *, moe: bool) -> Path:
     )
     write_fresh_model(folder, shape, seed=3, std=0.15)
     return folder
-
-
-@asynccontextmanager
-async def serving(model: Path, kind: type[EngineClient] = EngineClient) -> AsyncIterator[EngineClient]:
-    command = [sys.executable, "-m", "tollway.engine", "--model-path", str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = await asyncio.to_thread(process.stdout.readline)  # type: ignore[union-attr]  # piped
-            async with aiohttp.ClientSession() as http:
-                client = kind(json.loads(line)["url"], http)
-                yield client
-                await client.aclose()
-        finally:
-            process.terminate()
 
 
 def calls(count: int, *, tokens: int, seed: int) -> list[GenerateCall]:

@@ -6,17 +6,14 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import aiohttp
 import numpy as np
 import pytest
 from conftest import wait_until_gone
+from served_engine import serving
 
 from tollway.fresh_model import ModelShape, write_fresh_model
 from tollway.ports import EpisodeSource, GroupRequest
@@ -40,20 +37,6 @@ TIMED = {
 ASLEEP = "perf/engines_asleep_time"
 SENT = "perf/update_weights_wire_bytes"
 SHAPE = {"vocab_size": 32, "hidden_size": 32, "head_dim": 8, "intermediate_size": 48, "max_position_embeddings": 64}
-
-
-@asynccontextmanager
-async def serving(model: Path) -> AsyncIterator[EngineClient]:
-    command = [sys.executable, "-m", "tollway.engine", "--model-path", str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            line = await asyncio.to_thread(process.stdout.readline)  # type: ignore[union-attr]  # piped
-            async with aiohttp.ClientSession() as http:
-                client = EngineClient(json.loads(line)["url"], http)
-                yield client
-                await client.aclose()
-        finally:
-            process.terminate()
 
 
 class Seeded(EpisodeSource):

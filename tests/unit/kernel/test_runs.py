@@ -13,7 +13,7 @@ import pytest
 from tollway.cli import main
 from tollway.errors import ComponentLost, ConfigError, EngineLost
 from tollway.notes import Notes, locked
-from tollway.runs import check_transport, move_aside
+from tollway.runs import check_device, move_aside
 from tollway.settings import Settings
 from tollway.trainer.weights.turns import OnDevice
 
@@ -77,9 +77,9 @@ async def test_handles_of_memory_without_a_gpu_are_refused_before_the_run_works_
 
     ipc, tensor = (Settings.model_validate({"trainer": {"refit_transport": way}}) for way in ("cuda_ipc", "tensor"))
     backend = cast(OnDevice, OnCpu())
-    await check_transport(tensor, backend)
+    await check_device(tensor, backend)
     with pytest.raises(ConfigError, match=r'set trainer\.refit_transport = "tensor"'):
-        await check_transport(ipc, backend)
+        await check_device(ipc, backend)
 
 
 def test_a_run_goes_on_only_with_the_settings_that_make_it_that_run(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ import aiohttp
 
 from tollway.envs.served_config import ServedConfig
 from tollway.errors import ComponentLost, ConfigError
+from tollway.free_ports import free_ports
 
 __all__ = ["ServedProgram", "bare_variables", "bound_to_us", "end_group", "serve"]
 
@@ -99,9 +99,7 @@ async def serve(config: ServedConfig, *, section: str, ready: str, http: aiohttp
         return config.url.rstrip("/")
     if not any("{port}" in part for part in config.command):
         raise ConfigError(f"{section}.command: {config.command!r} has no {{port}} in it")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports()
     argv = [part.replace("{port}", str(port)) for part in config.command]
     output = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the program
     try:

@@ -9,7 +9,6 @@ engine. aiohttp carries every call; the caller owns the session.
 
 from __future__ import annotations
 
-import base64
 import logging
 import re
 import time
@@ -32,6 +31,7 @@ from tollway.errors import (
     UpstreamError,
 )
 from tollway.router.aborts import Aborts
+from tollway.router.buckets import BucketBody
 from tollway.router.facts import UNKNOWN, EngineFacts
 from tollway.router.losses import lost_words, nobody_listens
 from tollway.router.replies import blob_names, meta_of, parse_reply
@@ -316,12 +316,8 @@ class EngineClient:
         self, payload: bytes, *, load_format: str | None = "flattened_bucket", tp_size: int = 1
     ) -> None:
         """Load one serialised bucket; the same payload goes to every tensor-parallel rank. Never flushes."""
-        encoded = base64.b64encode(payload).decode("ascii")
-        await self._post(
-            "/update_weights_from_tensor",
-            {"serialized_named_tensors": [encoded] * tp_size, "load_format": load_format, "flush_cache": False},
-            confirmed=True,
-        )
+        body = BucketBody(payload, load_format=load_format, ranks=tp_size)
+        await self._post("/update_weights_from_tensor", body, confirmed=True)
 
     async def update_weights_from_disk(self, path: str, version: int | None = None) -> None:
         """Load a model directory that the engine can read; it rolls back by itself. Never flushes."""
@@ -345,11 +341,12 @@ class EngineClient:
     # -- transport ---------------------------------------------------------------------------------
 
     async def _post(
-        self, path: str, body: Mapping[str, object], *, probe: bool = False, confirmed: bool = False
+        self, path: str, body: Mapping[str, object] | BucketBody, *, probe: bool = False, confirmed: bool = False
     ) -> None:
         """A control call; of one to be ``confirmed`` the answer must say so: a bare 200 loads no weights."""
         timeout = self._probe_timeout if probe else self._control_timeout
-        status, data = await self._answer("POST", path, timeout, orjson.dumps(body))
+        sent = body if isinstance(body, BucketBody) else orjson.dumps(body)
+        status, data = await self._answer("POST", path, timeout, sent)
         if status != 200:
             raise _control_error(self.url, path, status, data)
         # Some update routes answer 200 with success false.
@@ -369,7 +366,11 @@ class EngineClient:
         return (await self._answer("GET", path, self._probe_timeout))[0]
 
     async def _answer(
-        self, method: Literal["GET", "POST"], path: str, timeout: aiohttp.ClientTimeout, body: bytes | None = None
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        timeout: aiohttp.ClientTimeout,
+        body: bytes | BucketBody | None = None,
     ) -> tuple[int, bytes]:
         """Status and body of a call that generates nothing for anybody."""
         headers = None if body is None else _JSON

@@ -9,7 +9,10 @@ nothing about sessions. Depends on ``supervisor`` and ``engines``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import logging
+import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -19,6 +22,7 @@ from pathlib import Path
 import aiohttp
 
 from tollway.errors import ComponentLost, InvalidRecord, TollwayError
+from tollway.free_ports import free_ports
 from tollway.records import parse_version
 from tollway.router.engines import EngineClient, Timeouts
 from tollway.router.supervisor import RestartBudget, ServerProcess
@@ -30,6 +34,10 @@ _POLL_S = 0.25
 """Between two questions whether a starting engine generates."""
 _ANSWER_S = 30.0
 """Longest wait for one answer of a starting engine; its first token may have kernels to build."""
+_STARTS = 3
+"""Of an engine that finds its port taken."""
+_LOG_BYTES = 1 << 20
+"""Of a failed start's log, what is searched for the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,22 +190,31 @@ class EngineLauncher:
         return False
 
     async def _start(self, slot: _Slot) -> None:
-        plan, log = self._plan, self._logs / (f"engine.{slot.index}.log" if slot.index else "engine.log")
-        env = dict(plan.env)
+        """A program that is told its port comes to listen there much later: when it is taken by then, once more."""
+        log = self._logs / (f"engine.{slot.index}.log" if slot.index else "engine.log")
+        for left in reversed(range(_STARTS)):
+            began = log.stat().st_size if log.exists() else 0
+            slot.process = await self._launched(slot, log)
+            try:
+                await self._ready(slot.process)
+                return
+            except BaseException as error:
+                await slot.process.stop(grace_s=0.5)
+                if not left or not isinstance(error, ComponentLost) or not _port_was_taken(slot.process, began):
+                    raise
+            logger.warning("%s found its port taken, %s; it starts on another one", slot.name, slot.process.url)
+
+    async def _launched(self, slot: _Slot, log: Path) -> ServerProcess:
+        plan, env = self._plan, dict(self._plan.env)
+        wanted = plan.port + slot.index if plan.port else 0
         if plan.says_ready:
-            port = _usable_port(plan.host, plan.port + slot.index) if plan.port else 0
-            slot.process = await ServerProcess.start(
+            port = _usable_port(plan.host, wanted) if wanted else 0
+            return await ServerProcess.start(
                 plan.command(port), name=slot.name, log=log, env=env, ready_timeout_s=plan.ready_timeout_s
             )
-        else:
-            port = _usable_port(plan.host, plan.port + slot.index if plan.port else 0)
-            url = f"http://{f'[{plan.host}]' if ':' in plan.host else plan.host}:{port}"
-            slot.process = await ServerProcess.spawn(plan.command(port), name=slot.name, log=log, url=url, env=env)
-        try:
-            await self._ready(slot.process)
-        except BaseException:
-            await slot.process.stop(grace_s=0.5)
-            raise
+        port = _usable_port(plan.host, wanted)
+        url = f"http://{f'[{plan.host}]' if ':' in plan.host else plan.host}:{port}"
+        return await ServerProcess.spawn(plan.command(port), name=slot.name, log=log, url=url, env=env)
 
     async def _ready(self, process: ServerProcess) -> None:
         """Wait until it generates, and give it a numbered version. Raises ``ComponentLost``."""
@@ -258,13 +275,26 @@ async def _stamp(client: EngineClient) -> None:
 
 def _usable_port(host: str, wanted: int) -> int:
     """``wanted`` when it is free, else any free port of ``host``, said aloud."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, wanted))
-        except OSError as error:
-            if not wanted:
-                raise ComponentLost(f"no port of {host} to start an engine on: {error.strerror}") from error
-            probe.bind((host, 0))
-            logger.warning("port %d of %s is taken: the engine starts on %d", wanted, host, probe.getsockname()[1])
-        return int(probe.getsockname()[1])
+    try:
+        if wanted:
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with contextlib.suppress(OSError):
+                    probe.bind((host, wanted))
+                    return wanted
+        (port,) = free_ports(1, host)
+    except OSError as error:
+        raise ComponentLost(f"no port of {host} to start an engine on: {error.strerror}") from error
+    if wanted:
+        logger.warning("port %d of %s is taken: the engine starts on %d", wanted, host, port)
+    return port
+
+
+def _port_was_taken(process: ServerProcess, began: int) -> bool:
+    """Whether it ended because somebody else listens at its address, as it says in its log from byte ``began`` on."""
+    if process.returncode is None:
+        return False
+    with contextlib.suppress(OSError), process.log.open("rb") as log:
+        log.seek(began)
+        return os.strerror(errno.EADDRINUSE).lower().encode() in log.read(_LOG_BYTES).lower()
+    return False

@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import aiohttp
 import orjson
 
 from tollway.errors import ComponentLost, ConfigError
+from tollway.free_ports import free_ports
 from tollway.router.supervisor import ServerProcess
 
 __all__ = ["LAUNCH_LINE", "Smg", "Workers"]
@@ -177,7 +177,7 @@ def _program() -> str:
 
 
 async def _start(program: str, log: Path, key: str) -> ServerProcess:
-    port, metrics_port = _free_ports(2)
+    port, metrics_port = free_ports(2)
     argv = [
         *(program, *LAUNCH_LINE),
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -202,14 +202,3 @@ async def _until_ready(process: ServerProcess, http: aiohttp.ClientSession, time
             pass
         await asyncio.sleep(_POLL_S)
     raise ComponentLost(f"smg was not ready after {timeout_s:.0f} s; its last words:\n{process.last_words()}")
-
-
-def _free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
-    try:
-        for each in held:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in held]
-    finally:
-        for each in held:
-            each.close()

@@ -6,7 +6,9 @@ Sessions of several turns run side by side: reply, tool result, reply. The gatew
 in the bodies that the router writes. Rounds alternate (A B B A ...), caches are flushed before each, and both
 clients are processes of their own. Sizes are tokens.
 
-ratio          output tokens per second, gateway over direct, median of paired rounds; wanted on a GPU: 0.98
+ratio          output tokens per second, gateway over direct, median of paired rounds; wanted on a GPU: 0.98. Also
+               while all are busy: without the start of a round, when all come at once, and its end, when few are
+               left. Longer rounds (--sessions-each) are steadier
 exactness      untimed, first: every export against the request logs of the engines, ids and log-probabilities
                bit for bit; one difference and the exit status is 1
 --kill-one     untimed, last: an engine gets SIGKILL after a third of the turns; its sessions move, all end, every id
@@ -53,9 +55,11 @@ KV_SHARE = 0.8
 """Of the engines' room that the sessions of a round may fill: evictions, and sessions that wait for room, are another
 benchmark."""
 ENDS_S = 600.0
+BEGAN = time.monotonic()
 
 Exports = dict[str, tuple[Trajectory, ...]]
-Plans = list[tuple[str, list[DirectTurn]]]
+Plans = list[list[tuple[str, list[DirectTurn]]]]
+"""By place."""
 
 
 @dataclass(slots=True)
@@ -78,23 +82,34 @@ class Level:
         """Output tokens per second, gateway over direct, of each pair."""
         return [through.tokens_s / straight.tokens_s for through, straight in self.pairs]
 
+    @property
+    def steady_ratios(self) -> list[float]:
+        """The same while all places are busy, of each pair that has such a time."""
+        return [
+            through.steady_tokens_s / straight.steady_tokens_s
+            for through, straight in self.pairs
+            if through.steady_tokens_s and straight.steady_tokens_s
+        ]
+
 
 class Bench:
     """The rounds of one run over one fleet."""
 
-    def __init__(self, engines: Fleet, sizes: Sizes, pool: ProcessPoolExecutor, clients: int, seed: int) -> None:
-        self._fleet, self._sizes = engines, sizes
+    def __init__(
+        self, engines: Fleet, sizes: Sizes, pool: ProcessPoolExecutor, *, clients: int, each: int, seed: int
+    ) -> None:
+        self._fleet, self._sizes, self._each = engines, sizes, each
         self._pool, self._clients = pool, clients
         self._next = seed * 1_000_000
 
     # -- loads -------------------------------------------------------------------------------------------
 
-    async def through(self, sessions: int, sizes: Sizes) -> Round:
-        """One round through the session server, with texts that no other round has."""
-        numbers = range(self._next, self._next + sessions)
-        self._next += sessions
+    async def through(self, places: int, sizes: Sizes, each: int = 1) -> Round:
+        """One round through the session server, with texts that no other round has; ``each`` sessions a place."""
+        seats = [[(self._next + seat, seat) for seat in range(at * each, (at + 1) * each)] for at in range(places)]
+        self._next += places * each
         url, key = self._fleet.server.url, self._fleet.key
-        return await self._shared([partial(gateway, url, key, numbers[at :: self._clients], sizes) for at in self._all])
+        return await self._shared([partial(gateway, url, key, seats[at :: self._clients], sizes) for at in self._all])
 
     async def straight(self, plans: Plans) -> Round:
         """The same calls to the engines themselves."""
@@ -118,14 +133,13 @@ class Bench:
             await client.delete(name)
         return out
 
-    def plans(self, exports: Exports) -> Plans:
-        """What the direct client does in their place. Raises ``RuntimeError`` for a session that branched."""
-        out = []
+    async def plans(self, played: Round) -> Plans:
+        """What the direct client does in its place. Raises ``RuntimeError`` for a session that branched."""
+        exports = await self.exports(played)
         for name, rows in exports.items():
             if len(rows) != 1:
                 raise RuntimeError(f"session {name} has {len(rows)} rows, want 1: the family did not append")
-            out.append((name, schedule(rows[0])))
-        return out
+        return [[(each.name, schedule(exports[each.name][0])) for each in place] for place in played.places]
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -133,7 +147,7 @@ class Bench:
         """Warm-up, which is also the first schedule, then ``pairs`` times two rounds, A B, B A, A B, ..."""
         level = Level(concurrent, await self._fitting(concurrent, sizes))
         await self._fleet.flush()
-        plans = self.plans(await self.exports(await self.through(concurrent, level.sizes)))
+        plans = await self.plans(await self.through(concurrent, level.sizes, self._each))
         for at in range(pairs):
             if at % 2:
                 straight = await self._straight(level, plans)
@@ -142,22 +156,23 @@ class Bench:
                 through, plans = await self._through(level)
                 straight = await self._straight(level, plans)
             level.pairs.append((through, straight))
-            print(
+            steady = f"{level.steady_ratios[-1]:.3f} " if level.steady_ratios else "none "
+            say(
                 f"{concurrent:>4} at once: gateway {through.tokens_s:8,.0f} tokens/s, "
-                f"direct {straight.tokens_s:8,.0f}, ratio {level.ratios[-1]:.3f}; "
-                f"{through.output_tokens:,} and {straight.output_tokens:,} tokens",
-                flush=True,
+                f"direct {straight.tokens_s:8,.0f}, ratio {level.ratios[-1]:.3f}; while all are busy {steady}"
+                f"({through.steady_tokens_s:,.0f} and {straight.steady_tokens_s:,.0f}); "
+                f"{through.output_tokens:,} and {straight.output_tokens:,} tokens"
             )
         return level
 
     async def _through(self, level: Level) -> tuple[Round, Plans]:
         await self._fleet.flush()
         cache, cpu, hits = await self._fleet.client.cache(), self._fleet.cpu_s(), await self._fleet.hits()
-        played = await self.through(level.concurrent, level.sizes)
+        played = await self.through(level.concurrent, level.sizes, self._each)
         level.server_ms.append((self._fleet.cpu_s() - cpu) * 1e3 / played.turns)
         level.hits["gateway"].append(hit_share(await self._fleet.hits(), hits))
         level.cache.append(difference(await self._fleet.client.cache(), cache))
-        return played, self.plans(await self.exports(played))
+        return played, await self.plans(played)
 
     async def _straight(self, level: Level, plans: Plans) -> Round:
         await self._fleet.flush()
@@ -207,7 +222,12 @@ class Bench:
             if load.done() or time.monotonic() > ends:
                 raise RuntimeError(f"the load ended before {calls} calls, when an engine was to be killed")
             await asyncio.sleep(0.02)
-        print(f"killed {self._fleet.kill()}", flush=True)
+        say(f"killed {self._fleet.kill()}")
+
+
+def say(text: str) -> None:
+    """Print a line at once, with the seconds since the start."""
+    print(f"{time.monotonic() - BEGAN:5.0f} s {text}", flush=True)
 
 
 def hit_share(after: dict[str, float], before: dict[str, float]) -> float | None:
@@ -244,6 +264,8 @@ def report_level(level: Level) -> dict[str, object]:
         f"tool {sizes.tool}: ratio {statistics.median(ratios):.3f} "
         f"({min(ratios):.3f} to {max(ratios):.3f}, {len(ratios)} pairs)"
     )
+    if steady := level.steady_ratios:
+        print(f"  while all are busy: {statistics.median(steady):.3f} ({min(steady):.3f} to {max(steady):.3f})")
     print(f"  {'':8} {'tokens/s':>9} {'turn p50 s':>11} {'p99 s':>7} {'prompt tokens':>14} {'engines hit':>12}")
     for name, rounds in (("gateway", throughs), ("direct", straights)):
         p50, p99 = (median_latency(rounds, share) for share in (0.5, 0.99))
@@ -261,6 +283,7 @@ def report_level(level: Level) -> dict[str, object]:
     return {
         f"ratio_{n}": round(statistics.median(ratios), 4),
         f"ratio_{n}_spread": [round(min(ratios), 4), round(max(ratios), 4)],
+        f"steady_ratio_{n}": round(statistics.median(steady), 4) if steady else None,
         f"turns_{n}": sizes.turns,
         f"tokens_s_{n}": round(statistics.median(each.tokens_s for each in throughs), 1),
         f"direct_tokens_s_{n}": round(statistics.median(each.tokens_s for each in straights), 1),
@@ -358,22 +381,22 @@ async def measure(arguments: argparse.Namespace, settings: Settings, folder: Pat
             ProcessPoolExecutor(arguments.clients, mp_context=context, initializer=join, initargs=(barrier,))
         )
         async with fleet(settings, given, folder) as engines:
-            print(await described(engines, settings), flush=True)
-            bench = Bench(engines, sizes, pool, arguments.clients, settings.run.seed)
+            say(await described(engines, settings))
+            bench = Bench(
+                engines, sizes, pool, clients=arguments.clients, each=arguments.sessions_each, seed=settings.run.seed
+            )
             await bench.through(arguments.clients, replace(sizes, turns=1))
             if arguments.exact_sessions:
                 found, cache, moved = await bench.exact(arguments.exact_sessions, kill=False)
                 report_exact("exactness", found, cache, moved)
                 differences += len(found.found)
                 line |= {"exact_sessions": found.sessions, "exact_ids": found.ids}
-            levels = []
+            last = 0
             for at, count in enumerate(arguments.concurrent if arguments.pairs else ()):
                 turns = arguments.turns[min(at, len(arguments.turns) - 1)]
-                levels.append(await bench.level(count, replace(sizes, turns=turns), arguments.pairs))
-            for level in levels:
-                line |= report_level(level)
-            if levels:
-                last = levels[-1].concurrent
+                line |= report_level(await bench.level(count, replace(sizes, turns=turns), arguments.pairs))
+                last = count
+            if last:
                 for name in ("tokens_s", "direct_tokens_s", "efficiency", "server_ms_turn"):
                     line[name] = line[f"{name}_{last}"]
             if arguments.kill_one:
@@ -424,6 +447,10 @@ def parser() -> argparse.ArgumentParser:
         default=[12, 6],
         help="of a session at each level; the last is also for the rest",
     )
+    out.add_argument(
+        "--sessions-each", type=int, default=1, metavar="N",
+        help="sessions that each of those at once plays, one after the other, in a timed round (default: 1)",
+    )  # fmt: skip
     out.add_argument("--prompt", type=int, default=1024, help="tokens of the first prompt")
     out.add_argument("--new", type=int, default=256, help="tokens of a reply, on average")
     out.add_argument(

@@ -28,6 +28,7 @@ from pathlib import Path
 import aiohttp
 import session_load as load
 
+from tollway.free_ports import free_ports
 from tollway.session_server.columns import unpack_rows
 
 TOOL_CHARS = 4000
@@ -81,7 +82,7 @@ async def through_cost(
     async with http.get(f"{engine.url}/last_reply") as response:
         reply_size = len(await response.read())
     (folder / "upstream").write_bytes(upstream)
-    port = load.free_port()
+    (port,) = free_ports()
     popen = subprocess.Popen(  # noqa: ASYNC220 - takes no time
         [sys.executable, __file__, "--pass-through", str(port), engine.url, str(folder / "upstream")],
         cwd=Path(__file__).parent,

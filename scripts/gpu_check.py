@@ -7,7 +7,7 @@
 contract   the engine contract and the cache ledger against two stock SGLang servers, one dense, one with experts
 tests      tests/gpu, less the training loop
 loop       the training loop: tests/gpu/test_loop_on_gpu.py
-rollout    scripts/bench_rollout.py with engines of its own
+rollout    scripts/bench_rollout.py with two engines of its own
 train      scripts/bench_train.py
 
 Each step is a process of its own with a time limit; one that fails does not keep the others from running, and what
@@ -23,7 +23,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tollway.free_ports import free_ports
 from tollway.fresh_model import ModelShape, write_fresh_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -155,9 +155,7 @@ class Server(Group):
         model = models / name
         write_fresh_model(model, ModelShape.model_validate(shape), seed=1, std=0.2)
         self.name, self.log = name, options.out / f"server-{name}.log"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_ports()[0])
         self.url = f"http://127.0.0.1:{port}"
         where = ["--model-path", str(model), "--host", "127.0.0.1", "--port", port]
         if options.cpu:
@@ -296,7 +294,8 @@ def rollout(options: Options) -> list[Result]:
         command += shlex.split("--concurrent 4 --turns 2 --prompt 64 --new 16 --tool 16 --pairs 1")
     else:
         program = f"engine.executable={json.dumps(options.sglang)}"
-        command += ["-c", "scripts/rollout_h200.toml", "--shape", "qwen3-0.6b", "--set", program]
+        command += ["-c", "scripts/rollout_h200.toml", "--shape", "qwen3-0.6b", "--set", program, "--kill-one"]
+        command += shlex.split("--concurrent 64 256 --turns 5 2 --prompt 512 --sessions-each 2 --exact-sessions 32")
     return [run("rollout", command, options, 580.0, {})]
 
 

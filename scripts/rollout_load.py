@@ -78,6 +78,8 @@ class SessionRun:
     """How one session went."""
 
     name: str
+    began_s: list[float]
+    """Monotonic seconds of each turn's request; one clock for all processes of a machine."""
     latencies_s: list[float]
     """Of each turn, from the request to the last byte of its reply."""
     prompt_tokens: list[int]
@@ -88,11 +90,16 @@ class SessionRun:
 
 @dataclass(slots=True)
 class Round:
-    """One load, whole: all its sessions."""
+    """One load, whole: all its places, each with the sessions that were there one after the other."""
 
-    sessions: list[SessionRun] = field(default_factory=list)
+    places: list[list[SessionRun]] = field(default_factory=list)
     wall_s: float = 0.0
     """From the common start to the last reply of all."""
+
+    @property
+    def sessions(self) -> list[SessionRun]:
+        """Of all places."""
+        return [session for place in self.places for session in place]
 
     @property
     def output_tokens(self) -> int:
@@ -111,8 +118,33 @@ class Round:
 
     @property
     def tokens_s(self) -> float:
-        """Output tokens per second."""
+        """Output tokens per second, with the start, when all come at once, and the end, when the last is alone."""
         return self.output_tokens / self.wall_s
+
+    @property
+    def steady_tokens_s(self) -> float:
+        """Output tokens per second while every place is in the middle of its work.
+
+        From the moment when each has its first reply until one has its last; the tokens of a reply count evenly over
+        its turn. 0 where there is no such time.
+        """
+        turns = [
+            [
+                (began, began + latency, tokens)
+                for each in place
+                for began, latency, tokens in zip(each.began_s, each.latencies_s, each.output_tokens, strict=True)
+            ]
+            for place in self.places
+        ]
+        left, right = max(place[0][1] for place in turns), min(place[-1][1] for place in turns)
+        if right <= left:
+            return 0.0
+        within = (
+            tokens * max(0.0, min(ended, right) - max(began, left)) / (ended - began)
+            for place in turns
+            for began, ended, tokens in place
+        )
+        return sum(within) / (right - left)
 
     def latency_s(self, share: float) -> float:
         """The turn latency that ``share`` of all turns stay below."""
@@ -124,16 +156,16 @@ class Round:
 class Part:
     """What one process played."""
 
-    sessions: list[SessionRun]
+    places: list[list[SessionRun]]
     began: float
     ended: float
-    """Monotonic seconds of the start and of the last reply; one clock for all processes of a machine."""
+    """Monotonic seconds of the start and of the last reply."""
 
 
 def joined(parts: Sequence[Part]) -> Round:
     """The parts of several processes as one round."""
-    sessions = [session for part in parts for session in part.sessions]
-    return Round(sessions, max(part.ended for part in parts) - min(part.began for part in parts))
+    places = [place for part in parts for place in part.places]
+    return Round(places, max(part.ended for part in parts) - min(part.began for part in parts))
 
 
 def schedule(row: Trajectory) -> list[DirectTurn]:
@@ -160,38 +192,39 @@ def join(barrier: Barrier) -> None:
     _barrier.append(barrier)
 
 
-def gateway(url: str, key: str, numbers: Sequence[int], sizes: Sizes) -> Part:
+def gateway(url: str, key: str, places: Sequence[Sequence[tuple[int, int]]], sizes: Sizes) -> Part:
     """Play sessions through the session server, as one client process of those that ``join``ed.
 
-    ``numbers`` seed the texts, no two sessions of a run alike. Raises ``RuntimeError`` for any answer that is not a
-    reply.
+    Each place plays its sessions one after the other. Of (number, seat) of a session the number seeds its texts, no
+    two of a run alike, and the seat the lengths of its replies, the same in every round. Raises ``RuntimeError`` for
+    any answer that is not a reply.
     """
-    texts = load.Texts(numbers[0] if numbers else 0)
-    talks = [_Talk(number, sizes, texts) for number in numbers]
-    return uvloop.run(_together([talk.play(url, key) for talk in talks]))
+    texts = load.Texts(places[0][0][0] if places else 0)
+    talks = [[_Talk(number, seat, sizes, texts) for number, seat in place] for place in places]
+    return uvloop.run(_together([[talk.play(url, key) for talk in place] for place in talks]))
 
 
-def direct(plans: Sequence[tuple[str, Sequence[DirectTurn]]]) -> Part:
+def direct(places: Sequence[Sequence[tuple[str, Sequence[DirectTurn]]]]) -> Part:
     """Play (name, calls) straight to the engines; otherwise as ``gateway``."""
-    return uvloop.run(_together([_direct(name, plan) for name, plan in plans]))
+    return uvloop.run(_together([[_direct(name, plan) for name, plan in place] for place in places]))
 
 
 Player = Callable[[aiohttp.ClientSession], Awaitable[SessionRun]]
 
 
-async def _together(players: Sequence[Player]) -> Part:
+async def _together(places: Sequence[Sequence[Player]]) -> Part:
     timeout = aiohttp.ClientTimeout(total=TURN_TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as http:
         _barrier[0].wait(START_S)  # nothing else runs in this loop yet
         began = time.monotonic()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_awaited(player(http))) for player in players]
+            tasks = [group.create_task(_one_by_one(players, http)) for players in places]
         ended = time.monotonic()
     return Part([task.result() for task in tasks], began, ended)
 
 
-async def _awaited(run: Awaitable[SessionRun]) -> SessionRun:
-    return await run
+async def _one_by_one(players: Sequence[Player], http: aiohttp.ClientSession) -> list[SessionRun]:
+    return [await player(http) for player in players]
 
 
 # -- through the session server ---------------------------------------------------------------------------
@@ -200,9 +233,9 @@ async def _awaited(run: Awaitable[SessionRun]) -> SessionRun:
 class _Talk:
     """One session as its harness sees it. Texts are made before the clock runs."""
 
-    def __init__(self, number: int, sizes: Sizes, texts: load.Texts) -> None:
+    def __init__(self, number: int, seat: int, sizes: Sizes, texts: load.Texts) -> None:
         self._sizes = sizes
-        chance = random.Random(number)
+        chance = random.Random(seat)
         self.replies = [
             max(1, round(sizes.new * (1 + sizes.spread * chance.uniform(-1, 1)))) for _ in range(sizes.turns)
         ]
@@ -216,17 +249,19 @@ class _Talk:
         """All of it: the session's opening and its turns."""
 
         async def run(http: aiohttp.ClientSession) -> SessionRun:
-            session = await SessionClient(url, key, http=http).create()
+            client = SessionClient(url, key, http=http)
+            session = await client.create()
             target = f"{session.openai_base_url}/chat/completions"
             headers = {"authorization": f"Bearer {session.token}", "content-type": "application/json"}
             messages: list[dict[str, object]] = [{"role": "user", "content": self._first}]
-            out = SessionRun(session.session_id, [], [], [], [])
+            out = SessionRun(session.session_id, [], [], [], [], [])
             for turn in range(self._sizes.turns):
                 body = {"model": "policy", "messages": messages, "tools": [TOOL], "max_tokens": self.replies[turn]}
-                began = time.perf_counter()
+                began = time.monotonic()
                 async with http.post(target, data=orjson.dumps(body), headers=headers) as response:
                     data = await response.read()
-                out.latencies_s.append(time.perf_counter() - began)
+                out.began_s.append(began)
+                out.latencies_s.append(time.monotonic() - began)
                 if response.status != 200:
                     raise RuntimeError(f"turn {turn} of {session.session_id}: {response.status} {data[:500]!r}")
                 value = orjson.loads(data)
@@ -234,6 +269,7 @@ class _Talk:
                 out.output_tokens.append(value["usage"]["completion_tokens"])
                 if turn < len(self._results):
                     messages += answered(value["choices"][0]["message"], self._results[turn])
+            await client.close(session.session_id)  # the next one of this place may want its room
             return out
 
         return run
@@ -266,16 +302,17 @@ def _cut(text: str, chars: int) -> str:
 
 def _direct(name: str, plan: Sequence[DirectTurn]) -> Player:
     async def run(http: aiohttp.ClientSession) -> SessionRun:
-        out = SessionRun(name, [], [], [], [])
+        out = SessionRun(name, [], [], [], [], [])
         prompt = Prompt((), 0)
         for turn, step in enumerate(plan):
             prompt = prompt.extended(ids_json(step.added), int(step.added.size))
             call = GenerateCall(rid=f"{name[:12]}-{turn}", prompt=prompt, sampling=step.sampling, routing_key=name)
             headers = {"content-type": "application/json", "X-SMG-Routing-Key": name}
-            began = time.perf_counter()
+            began = time.monotonic()
             async with http.post(f"{step.engine}/generate", data=encode_call(call), headers=headers) as response:
                 data = await response.read()
-            out.latencies_s.append(time.perf_counter() - began)
+            out.began_s.append(began)
+            out.latencies_s.append(time.monotonic() - began)
             if response.status != 200:
                 raise RuntimeError(f"{step.engine}: {response.status} {data[:500]!r}")
             value = orjson.loads(data)

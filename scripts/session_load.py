@@ -15,7 +15,6 @@ import json
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ import orjson
 import uvicorn
 import uvloop
 
+from tollway.free_ports import free_ports
 from tollway.heap import keep_freed_memory
 from tollway.session_server.families.registry import load_family
 from tollway.session_server.families.vocabularies import real_vocabulary
@@ -185,13 +185,6 @@ def serve_app(app: object, port: int) -> None:
     uvloop.run(uvicorn.Server(config).serve())
 
 
-def free_port() -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 # -- processes --------------------------------------------------------------------------------------
 
 
@@ -222,7 +215,7 @@ class Process:
 
 def start_engine(*, layers: int) -> Process:
     """The scripted engine as a process; 0 layers send no routed experts."""
-    port = free_port()
+    (port,) = free_ports()
     replies = "s.reply_ids(s.real_vocabulary('qwen3'), 32)"
     code = f"import session_load as s; s.serve_app(s.Engine({replies}, layers={layers}), {port})"
     popen = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)

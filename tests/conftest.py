@@ -32,5 +32,12 @@ def _log_lines_end_with_the_test() -> Iterator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start whole fleets come first: a long one begun last keeps the other process waiting for it."""
-    items.sort(key=lambda item: "e2e" not in item.path.parts)
+    """Long files come first: one begun last keeps the other processes waiting for it. Files stay in one piece."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+
+    def rank(item: pytest.Item) -> int:
+        if "e2e" in item.path.parts:  # whole fleets
+            return 0
+        return 1 if item.path in slow or {"contract", "trainer"} & set(item.path.parts) else 2
+
+    items.sort(key=rank)

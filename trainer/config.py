@@ -1,15 +1,17 @@
 """The `[trainer]` section: how a run learns. Values only; nothing here decides or computes.
 
-Must not import more than pydantic (through ``tollway.config``): every process reads it at start.
+Must not import more than pydantic (through ``tollway.config``) and what is as light: every process reads it at start.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from tollway.config import Section
+from tollway.trainer.backends.options import refusal
 
 __all__ = ["OptimizerConfig", "TrainerConfig", "WarmStartConfig"]
 
@@ -99,14 +101,19 @@ class TrainerConfig(Section):
 
     refit_transport: Literal["tensor", "cuda_ipc", "disk"] = "tensor"
     """How weights reach engines: in the calls themselves; as handles of memory on a GPU that trainer and engines
-    share; or as model directories under weights/ in the run directory, which engines read."""
+    share; or as model directories that engines read."""
+    weights_dir: Path | None = None
+    """Where refit_transport = "disk" writes them, for this run alone; memory (a tmpfs) is fastest, and holds up to
+    three versions. Unset: weights/ in the run directory."""
     colocated: bool = False
     """Trainer and engines take turns on one device: engines sleep while the trainer trains, and its memory lies on
     the host while they generate. Wants schedule = "sync"; SGLang wants enable-memory-saver = true."""
     release_tags: tuple[Literal["kv_cache", "weights", "cuda_graph"], ...] = ("kv_cache", "weights", "cuda_graph")
     """What engines that sleep give back."""
     pause_mode: Literal["retract", "in_place", "abort"] = "retract"
-    bucket_mb: float = Field(default=512.0, gt=0)
+    bucket_mb: float | None = Field(default=None, gt=0)
+    """Of weights that travel together; a larger tensor travels alone. Unset: 512 as handles, and 16 inside a call,
+    since an engine parses a call whole, on one thread, and dearer the longer it is."""
     refit_timeout_s: float = Field(default=120.0, gt=0)
     """For each control call of a refit; an engine that exceeds it is quarantined."""
     exact_drain_s: float = Field(default=60.0, ge=0)
@@ -125,6 +132,12 @@ class TrainerConfig(Section):
     megatron: dict[str, Scalar] = Field(default_factory=dict)
     """Passed to Megatron-Core's TransformerConfig, DistributedDataParallelConfig or OptimizerConfig by name."""
 
+    @property
+    def bucket_bytes(self) -> int:
+        """``bucket_mb``, or what fits the transport."""
+        fitting = 512.0 if self.refit_transport == "cuda_ipc" else 16.0
+        return int((self.bucket_mb or fitting) * 2**20)
+
     @model_validator(mode="after")
     def _is_trainable(self) -> Self:
         if self.samples_per_group < 2:
@@ -141,6 +154,13 @@ class TrainerConfig(Section):
             )
         if self.schedule == "one_step_ahead" and self.max_staleness < 1:
             raise ValueError("one_step_ahead trains on data one version old: max_staleness must be at least 1")
+        return self
+
+    @model_validator(mode="after")
+    def _backend_takes_it(self) -> Self:
+        reason = refusal(self.backend, dtype=self.dtype, compile_layers=self.compile_layers, options=self.megatron)
+        if reason is not None:
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

@@ -1,10 +1,19 @@
-"""``python -m tollway`` is the command line."""
+"""``tollway`` and ``python -m tollway``: the command line. Until it is read in, Ctrl-C ends the process at once."""
 
 import sys
 
-from tollway.cli import main
+from tollway.interrupts import EndingAtOnce
 
-__all__: list[str] = []
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run one command and return its exit status."""
+    with EndingAtOnce():
+        from tollway.cli import main as run
+
+        return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

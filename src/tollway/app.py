@@ -43,7 +43,9 @@ from tollway.session_server.client import SessionClient
 from tollway.session_server.families.registry import load_family
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key
 from tollway.trainer.backends.base import BackendSpec
+from tollway.trainer.backends.options import missing
 from tollway.trainer.backends.proxy import BackendProxy
+from tollway.trainer.backends.shape import read_shape
 from tollway.trainer.sft import optimizer_settings
 from tollway.trainer.weights.payload import Weights
 from tollway.trainer.weights.refit import Limits, Refit, Sharing
@@ -233,8 +235,15 @@ def base_model(settings: Settings) -> Path:
 
 
 def open_backend(settings: Settings, model: Path) -> BackendProxy:
-    """The training process over ``model``; starts when it is entered."""
+    """The training process over ``model``; starts when it is entered.
+
+    Raises ``ConfigError`` for what that process would find only after the engines were started: a model that the
+    backends do not build, a framework that is not installed.
+    """
     trainer = settings.trainer
+    if (reason := missing(trainer.backend)) is not None:
+        raise ConfigError(reason)
+    read_shape(model)
     spec = BackendSpec(
         kind=trainer.backend,
         model_dir=str(model),
@@ -253,8 +262,8 @@ def weights_of(settings: Settings, backend: BackendProxy) -> Weights:
     """How the trainer's weights leave it, as ``trainer.refit_transport`` says."""
     trainer = settings.trainer
     if trainer.refit_transport == "disk":
-        return DiskWeights(backend, settings.run_dir / "weights")
-    return TensorWeights(backend, bucket_bytes=int(trainer.bucket_mb * 2**20), transport=trainer.refit_transport)
+        return DiskWeights(backend, trainer.weights_dir or settings.run_dir / "weights")
+    return TensorWeights(backend, bucket_bytes=trainer.bucket_bytes, transport=trainer.refit_transport)
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,11 +18,12 @@ from pathlib import Path
 import tollway
 from tollway import cli_cache, cli_engines, cli_episode, cli_router, cli_sandbox, cli_tasks, telemetry
 from tollway.errors import ConfigError, EngineLost, SandboxUnavailable, TollwayError
+from tollway.interrupts import EXIT_INTERRUPTED, EndingAtOnce, raise_on_signals
 from tollway.settings import ADMIN_KEY_VARIABLE, Settings, admin_key, load_settings
 
 __all__ = ["main"]
 
-EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_USAGE = 1, 2
 
 DESCRIPTION = """\
 Train language-model agents by reinforcement without rewriting the agent.
@@ -42,9 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         _parser().print_help()
         return EXIT_USAGE
-    # A service manager's SIGTERM ends a command the way Ctrl-C does: processes and sandboxes are released.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
+        raise_on_signals()
         return int(arguments.run(arguments))
     except (ConfigError, SandboxUnavailable) as error:
         print(f"tollway: {error}", file=sys.stderr)
@@ -172,8 +171,9 @@ def _settings(arguments: argparse.Namespace, **overrides: object) -> Settings:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from tollway import runs
-    from tollway.progress import training_view
+    with EndingAtOnce():
+        from tollway import runs
+        from tollway.progress import training_view
 
     settings = _settings(arguments)
     with training_view(settings) as view:
@@ -191,9 +191,10 @@ def _episode(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from tollway.router.supervisor import die_with_parent
-    from tollway.session_server.crew import component
-    from tollway.session_server.server import run
+    with EndingAtOnce():
+        from tollway.router.supervisor import die_with_parent
+        from tollway.session_server.crew import component
+        from tollway.session_server.server import run
 
     die_with_parent()
     settings = _settings(
@@ -207,7 +208,8 @@ def _serve(arguments: argparse.Namespace) -> int:
         )
     _check_engines(arguments)
     if arguments.start_engines:
-        from tollway import app
+        with EndingAtOnce():
+            from tollway import app
 
         with contextlib.suppress(KeyboardInterrupt):  # it is meant to run until it is told to stop
             app.run_to_end(app.serve_with_engines(settings, arguments.start_engines))
@@ -240,8 +242,9 @@ def _cache(arguments: argparse.Namespace) -> int:
 
 
 def _engine(arguments: argparse.Namespace) -> int:
-    from tollway.engine.server import run
-    from tollway.router.supervisor import die_with_parent
+    with EndingAtOnce():
+        from tollway.engine.server import run
+        from tollway.router.supervisor import die_with_parent
 
     die_with_parent()
     settings = _settings(

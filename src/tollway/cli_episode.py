@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from tollway.errors import ConfigError, TollwayError
+from tollway.interrupts import EndingAtOnce
 
 if TYPE_CHECKING:
     from tollway.envs.report import Report
@@ -75,9 +76,10 @@ def overrides(arguments: argparse.Namespace) -> dict[str, object]:
 
 def run_episode(arguments: argparse.Namespace, settings: Settings) -> int:
     """Run it and print what came of it."""
-    from tollway.envs.artifacts import record_of
-    from tollway.episode_view import EpisodeView, show_episode
-    from tollway.evaluation import run_episode as run
+    with EndingAtOnce():
+        from tollway.envs.artifacts import record_of
+        from tollway.episode_view import EpisodeView, show_episode
+        from tollway.evaluation import run_episode as run
 
     if settings.env.artifacts is None:
         env = settings.env.model_copy(update={"artifacts": str(settings.run_dir / "episodes")})
@@ -94,8 +96,9 @@ def run_episode(arguments: argparse.Namespace, settings: Settings) -> int:
 
 def run_eval(arguments: argparse.Namespace, settings: Settings) -> int:
     """Run it and print what it found; stopped or cut short, what is known by then."""
-    from tollway.episode_view import evaluation_view
-    from tollway.evaluation import EvalPlan, Watcher, evaluate
+    with EndingAtOnce():
+        from tollway.episode_view import evaluation_view
+        from tollway.evaluation import EvalPlan, Watcher, evaluate
 
     plan = EvalPlan(
         where=_where(arguments),

@@ -10,6 +10,7 @@ import argparse
 import os
 
 from tollway import telemetry
+from tollway.interrupts import EndingAtOnce
 from tollway.settings import Settings
 
 __all__ = ["DESCRIPTION", "add_arguments", "run"]
@@ -29,9 +30,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, settings: Settings) -> None:
     """Serve until a signal comes. Raises ``ConfigError``."""
-    from tollway.router.placement_link import KEY_VARIABLE
-    from tollway.router.placement_service import run as serve
-    from tollway.router.supervisor import die_with_parent
+    with EndingAtOnce():
+        from tollway.router.placement_link import KEY_VARIABLE
+        from tollway.router.placement_service import run as serve
+        from tollway.router.supervisor import die_with_parent
 
     die_with_parent()
     telemetry.configure(settings.run.log_level, component="router")

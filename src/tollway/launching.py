@@ -77,12 +77,11 @@ def check_program(config: EngineConfig) -> str | None:
 
 
 def check_transport(config: EngineConfig, transport: str) -> None:
-    """Raise ``ConfigError`` for engines that the weights of ``transport`` do not reach, or not for long."""
-    if transport == "cuda_ipc" and config.count > 1:
-        # Torch counts readers of a handle down from one, unsigned: with two it never gives that memory back.
+    """Raise ``ConfigError`` for engines that the weights of ``transport`` do not reach."""
+    if config.kind == "embedded" and transport == "cuda_ipc":
         raise ConfigError(
-            f"engine.count is {config.count}, and trainer.refit_transport 'cuda_ipc' is for one engine: set "
-            'trainer.refit_transport = "tensor" or "disk", or engine.count = 1'
+            "trainer.refit_transport is cuda_ipc, and the embedded engine computes on the CPU: set engine.kind = "
+            '"sglang", or trainer.refit_transport = "tensor"'
         )
     if config.kind != "sglang" or transport == "disk":
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
@@ -51,6 +52,7 @@ __all__ = [
     "train",
 ]
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 U = TypeVar("U")
 _LAST_WORDS_S = 1.0
@@ -319,6 +321,10 @@ async def guarded(fleet: Watched, work: Coroutine[object, object, T]) -> T:
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(watching), _LAST_WORDS_S)
         return await working
+    except TollwayError as error:
+        # The command says it once all processes are gone, which takes as long as an engine likes; its log has it now.
+        logger.info("the run ends: %s", error)
+        raise
     finally:
         for task in (working, watching):
             task.cancel()

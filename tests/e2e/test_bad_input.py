@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import DEMO
+from demo_runs import DEMO
 
 from tollway.fresh_model import ModelShape, write_fresh_model
 
@@ -37,6 +37,7 @@ def tollway(*arguments: str, env: dict[str, str] | None = None, wrapper: tuple[s
         (("--set", "server.family=unheard-of"), "unheard-of"),
         (("--set", "trainer"), "want section.key=value"),
         (("--set", "engine.kind=sglang"), "engine.kind"),
+        (("--set", "trainer.backend=torch", "--set", "trainer.dtype=bfloat16"), 'or train with "megatron"'),
     ],
 )
 def test_a_wrong_key_or_value_is_named_and_exits_2(tmp_path: Path, arguments: tuple[str, ...], text: str) -> None:

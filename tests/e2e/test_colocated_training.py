@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import wait_until_gone
+from demo_runs import wait_until_gone
 from served_engine import serving
 
 from tollway.fresh_model import ModelShape, write_fresh_model
@@ -180,7 +180,9 @@ def test_tollway_train_takes_turns_from_warm_start_to_evaluation_and_goes_on_aft
     assert "trainer_lost" in run.output
     assert wait_until_gone(run.run_dir) == []
 
-    again = tiny("train", "trainer.steps=5", "trainer.refit_transport=disk", *COLOCATED)
+    weights = run.run_dir.parent / "weights of this run"
+    disk = ("trainer.refit_transport=disk", f"trainer.weights_dir={str(weights)!r}")
+    again = tiny("train", "trainer.steps=5", *disk, *COLOCATED)
     assert again.wait(200) == 0, again.output
     assert "resumed at step" in again.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
@@ -192,6 +194,6 @@ def test_tollway_train_takes_turns_from_warm_start_to_evaluation_and_goes_on_aft
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert all(row[ASLEEP] > 0 for row in rows)
-    assert {path.name for path in (run.run_dir / "weights").iterdir()} == {"version_000004", "version_000005"}
+    assert {path.name for path in weights.iterdir()} == {"version_000004", "version_000005"}
     assert (run.run_dir / "model" / "model.safetensors").is_file()
     assert wait_until_gone(run.run_dir) == []

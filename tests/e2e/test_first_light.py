@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import processes_of, wait_until_gone
+from demo_runs import processes_of, wait_until_gone
 
 from tollway.trainer.spool import decode_group
 
@@ -43,8 +43,8 @@ def leftovers(run_dir: Path) -> list[str]:
 
 @pytest.mark.timeout(300)
 def test_a_run_on_megatron_trains_exactly_and_the_same_command_knows_that_it_is_done(tiny) -> None:  # type: ignore[no-untyped-def]
-    # The demo's whole warm start: a policy that never succeeds gives its groups nothing to compare.
-    warm = ("trainer.warm_start.steps=430", "env.demonstrations.distinct_tasks=64")
+    # Half of the demo's warm start: a policy that never succeeds gives its groups nothing to compare.
+    warm = ("trainer.warm_start.steps=220", "env.demonstrations.distinct_tasks=32")
     run = tiny("train", *warm, backend="megatron")
     assert run.wait(240) == 0, run.output
     summary = json.loads((run.run_dir / "summary.json").read_text())
@@ -85,6 +85,7 @@ def test_a_killed_engine_ends_the_run_with_its_last_words_and_the_next_start_goe
     assert "engine ended with status -9" in run.output
     assert "no restart is left" in run.output
     assert "component_lost" in run.output
+    assert "the run ends: engine ended with status -9" in (run.run_dir / "logs" / "train.log").read_text()
     assert wait_until_gone(run.run_dir) == []
     assert leftovers(run.run_dir) == []
 

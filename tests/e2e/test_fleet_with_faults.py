@@ -25,7 +25,7 @@ from typing import Any, cast
 import aiohttp
 import numpy as np
 import pytest
-from conftest import processes_of, wait_until_gone
+from demo_runs import processes_of, wait_until_gone
 from safetensors.torch import load_file
 
 from tollway.errors import EngineLost, NoEngine

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import processes_of, wait_until_gone
+from demo_runs import processes_of, wait_until_gone
 
 KEY = "a-key-for-this-test-only"
 SETS = (

@@ -124,8 +124,8 @@ async def verify(serving: Serving, witness: Witness, players: list[Player], http
 @pytest.mark.parametrize(
     ("workers", "kills"),
     [
-        pytest.param(1, 3, marks=pytest.mark.timeout(120)),
-        pytest.param(2, 3, marks=pytest.mark.timeout(120)),
+        pytest.param(1, 2, marks=pytest.mark.timeout(120)),
+        pytest.param(2, 2, marks=pytest.mark.timeout(120)),
         pytest.param(1, 50, marks=FULL),
         pytest.param(2, 50, marks=FULL),
     ],

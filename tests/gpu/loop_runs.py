@@ -15,13 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
+from tollway.records import Rollout
 from tollway.sandboxes.config import LocalConfig
 from tollway.sandboxes.probe import probe
 from tollway.trainer.spool import decode_group
@@ -34,6 +35,7 @@ __all__ = [
     "metrics_of",
     "needs_device",
     "note",
+    "rollouts_by_step",
     "run_folder",
     "sandbox_sets",
     "versions_by_step",
@@ -111,15 +113,27 @@ class Run:
             pytest.fail(f"ended with status {status}:\n{self._everything()}")
         return self.output
 
+    def wait_for_step(self, step: int, limit_s: float) -> None:
+        """Return once it has said that a step is over."""
+        self.wait_until(lambda: f"\n    {step:>5} " in self.output, f"step {step} to end", limit_s)
+
+    def wait_until(self, look: Callable[[], object], what: str, limit_s: float) -> None:
+        """Return once ``look`` finds something; fail when the run ends before, with what its parts said."""
+        deadline = time.monotonic() + limit_s
+        while not look():
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                pytest.fail(f"waited in vain for {what}:\n{self._everything()}")
+            time.sleep(0.02)
+
     def kill_after(self, step: int, limit_s: float) -> None:
         """Kill it, and nothing else, once it has said that a step is over."""
-        deadline = time.monotonic() + limit_s
-        while f"\n    {step:>5} " not in self.output:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                pytest.fail(f"never finished step {step}:\n{self._everything()}")
-            time.sleep(0.05)
+        self.wait_for_step(step, limit_s)
         self.process.kill()
         self.process.wait()
+
+    def engines(self) -> list[int]:
+        """Process ids of its engines: of the first process of each."""
+        return sorted(pid for pid, line in self._alive().items() if " --model-path " in line)
 
     def wait_until_gone(self, limit_s: float = 30.0) -> list[str]:
         """Command lines of what is left of the run after at most ``limit_s``."""
@@ -161,15 +175,20 @@ def metrics_of(run_dir: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
+def rollouts_by_step(run_dir: Path) -> dict[int, list[Rollout]]:
+    """What each step was trained on."""
+    found: dict[int, list[Rollout]] = {}
+    for path in sorted((run_dir / "trajectories").rglob("*.safetensors")):
+        found.setdefault(int(path.parent.name.rpartition("_")[2]), []).extend(decode_group(path).rollouts)
+    return found
+
+
 def versions_by_step(run_dir: Path) -> dict[int, set[int]]:
     """Weight versions of the sampled tokens of each step's trained groups, as the engine's spans gave them."""
-    found: dict[int, set[int]] = {}
-    for path in sorted((run_dir / "trajectories").rglob("*.safetensors")):
-        step = int(path.parent.name.rpartition("_")[2])
-        for rollout in decode_group(path).rollouts:
-            for row in rollout.rows:
-                found.setdefault(step, set()).update(int(v) for v in row.weight_version[row.loss_mask == 1])
-    return found
+    return {
+        step: {int(v) for one in rollouts for row in one.rows for v in row.weight_version[row.loss_mask == 1]}
+        for step, rollouts in rollouts_by_step(run_dir).items()
+    }
 
 
 def note(name: str, figures: Mapping[str, object]) -> None:

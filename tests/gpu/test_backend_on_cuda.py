@@ -154,7 +154,7 @@ async def test_offload_gives_the_memory_back_to_the_driver(worker: BackendProxy,
     batch = random_rows([500, 400, 300], seed=3)
     await worker.step(batch, lr=1e-3)
     before, sent = await worker.score(batch), await weights_of(worker)
-    held = []
+    held, free = [], []
     for _ in range(2):
         with_model = await worker.device_memory()
         await worker.offload()
@@ -162,10 +162,12 @@ async def test_offload_gives_the_memory_back_to_the_driver(worker: BackendProxy,
         assert with_model is not None
         assert without is not None
         held.append(without[0] - with_model[0])
+        free.append(without[0])
         await worker.onload()
     weights = sum(int(np.prod(array.shape)) for array in (await worker.gradients(random_rows([4]))).values())
     # Weights, fp32 gradients, main parameters and two moments: 2 + 4 + 4 + 8 bytes for each weight.
     assert min(held) > 0.95 * 18 * weights
+    assert free[0] == pytest.approx(free[1], abs=8 << 20), "each time as much is left behind as the first time"
     again = await weights_of(worker)
     assert again.keys() == sent.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in sent.items())

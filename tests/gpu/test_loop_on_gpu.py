@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, cast
 
+import aiohttp
 import pytest
 import pytest_asyncio
 from loop_runs import (
@@ -20,14 +26,20 @@ from loop_runs import (
     metrics_of,
     needs_device,
     note,
+    rollouts_by_step,
     run_folder,
     sandbox_sets,
     versions_by_step,
 )
 from loop_stage import Stage, Stretch, open_stage
 
-from tollway.errors import ComponentLost, EngineRefused
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+from model_shapes import QWEN3_06B
+
+from tollway.errors import ComponentLost, EngineRefused, TollwayError
 from tollway.ports import GroupRequest
+from tollway.session_server.client import Json, SessionClient
 from tollway.trainer.rollout import sampling_of
 
 pytestmark = [pytest.mark.gpu, needs_device]
@@ -105,14 +117,78 @@ def test_the_reward_rises_and_a_run_that_was_killed_goes_on(start: Start) -> Non
         assert summary["reward_after"] > 0.75
 
 
+KEY = "a-key-for-this-test-only"
+FLEET = (
+    *("engine.count=2", "trainer.steps=1000", "trainer.warm_start.steps=200", "trainer.gap_every=0"),
+    *("trainer.checkpoint_every=1", "eval.episodes=64"),
+)
+
+
+@pytest.mark.timeout(LIFE_S + 60)
+async def test_an_engine_killed_in_the_middle_of_a_step_loses_nothing_and_comes_back(
+    start: Start, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+) -> None:
+    monkeypatch.setenv("TOLLWAY_ADMIN_KEY", KEY)
+    began = time.monotonic()
+    run = start(*(SMALL if ON_CPU else ()), *FLEET, f"server.port={unused_tcp_port}")
+    await asyncio.to_thread(run.wait_for_step, 1, LIFE_S)
+    async with aiohttp.ClientSession() as http:
+        client = SessionClient(f"http://127.0.0.1:{unused_tcp_port}", KEY, http=http, retry_s=1.0)
+
+        async def until(look: Callable[[Json], bool], what: str) -> Json:
+            try:
+                while not look(fleet := await client.fleet()):
+                    assert time.monotonic() < began + LIFE_S, f"never: {what}\n{run.output}"
+                    await asyncio.sleep(0.01)
+            except TollwayError as error:
+                with suppress(subprocess.TimeoutExpired):  # it has something to say
+                    await asyncio.to_thread(run.process.wait, 30)
+                pytest.fail(f"never: {what}; {error}\n{run.output}")
+            return fleet
+
+        await until(lambda fleet: all(row["in_flight"] >= 2 for row in rows_of(fleet)), "both generate")
+        victim, step = run.engines()[0], len(metrics_of(run.run_dir)) + 1
+        os.kill(victim, signal.SIGKILL)
+        fleet = await until(lambda fleet: len(serving(fleet)) == 1, "the other one is alone")
+        alone = serving(fleet)
+        await until(lambda fleet: len(serving(fleet)) == 2 and min(serving(fleet).values()) > step, "two have new ones")
+        back_s = time.monotonic() - began
+        last = len(metrics_of(run.run_dir)) + 2
+        await asyncio.to_thread(run.wait_for_step, last, LIFE_S)
+        cache = await client.cache()
+    run.process.terminate()
+    await asyncio.to_thread(run.process.wait, 60)
+    assert run.wait_until_gone() == []
+
+    rows, rollouts = metrics_of(run.run_dir), rollouts_by_step(run.run_dir)
+    assert [row["step"] for row in rows[:last]] == list(range(1, last + 1)), "no step is lost or done twice"
+    assert all(found == {number - 1} for number, found in versions_by_step(run.run_dir).items())
+    assert [one.error for each in rollouts.values() for one in each if one.error] == []
+    hit = [row for one in rollouts[step] for row in one.rows if len(set(row.engine_ids)) > 1]
+    assert all(row.engine_ids[-1].startswith(tuple(alone)) for row in hit), "they went where there was an engine"
+    assert (cache["failed_calls"], cache["unknown_tokens"]) == (0, 0), cache
+    assert set(cast("dict[str, int]", cache["waste"])) <= {"moved", "refit_flush"}, cache
+    assert set(cast("dict[str, int]", cache["moved"])) <= {"engine_lost"}, cache
+    figures = {name: cache[name] for name in ("calls", "hit_rate", "ceiling", "efficiency", "waste", "moved")}
+    note("loop_kill", {"step": step, "moved_rows": len(hit), "back_s": back_s, "steps": last, **figures})
+
+
+def rows_of(fleet: Json) -> list[dict[str, Any]]:
+    return cast("list[dict[str, Any]]", fleet["engines"])
+
+
+def serving(fleet: Json) -> dict[str, int]:
+    """Version by address of the engines that serve."""
+    return {row["url"]: row["version"] for row in rows_of(fleet) if row["state"] == "serving"}
+
+
 # Qwen3's 0.6 billion parameters, random ones: they cannot work, so a task that needs no work gives the rewards.
 LARGE = (
-    *("model.fresh.vocab_size=151936", "model.fresh.hidden_size=1024", "model.fresh.num_hidden_layers=28"),
-    *("model.fresh.num_attention_heads=16", "model.fresh.num_key_value_heads=8", "model.fresh.intermediate_size=3072"),
-    *("model.fresh.max_position_embeddings=2048", "model.fresh.rope_theta=1e6"),
+    *(f"model.fresh.{name}={json.dumps(value)}" for name, value in QWEN3_06B.model_dump().items()),
+    "model.fresh.max_position_embeddings=2048",
     *("engine.sglang.mem-fraction-static=0.85", "engine.sglang.max-total-tokens=200000"),
     *("engine.sglang.enable-fp32-lm-head=false", "env.harness_options.prompt_bytes='1024'"),
-    *("trainer.max_new_tokens=512", "trainer.micro_batch_tokens=8192", "trainer.bucket_mb=512"),
+    *("trainer.max_new_tokens=512", "trainer.micro_batch_tokens=8192"),
     *("trainer.peak_tflops=989", "trainer.optimizer.lr=1e-6"),
 )
 TOY = (
@@ -168,18 +244,12 @@ async def test_a_large_model_takes_turns_with_its_engine(stage: Stage) -> None:
 
 @pytest.mark.timeout(LIFE_S)
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize(
-    ("transport", "steps", "sets"),
-    # A server reads a body of base64 in one go and answers nothing meanwhile: over HTTP, small ones, and one step.
-    [("cuda_ipc", 2, ()), ("disk", 2, ()), ("tensor", 1, () if ON_CPU else ("trainer.bucket_mb=64",))],
-    ids=["cuda_ipc", "disk", "tensor"],
-)
-async def test_weights_reach_a_large_model_that_serves(
-    stage: Stage, transport: str, steps: int, sets: tuple[str, ...]
-) -> None:
+# Over HTTP it takes seconds: one step.
+@pytest.mark.parametrize(("transport", "steps"), [("cuda_ipc", 2), ("disk", 2), ("tensor", 1)])
+async def test_weights_reach_a_large_model_that_serves(stage: Stage, transport: str, steps: int) -> None:
     if ON_CPU and transport == "cuda_ipc":
         pytest.skip("there is no device to share")
-    done = await stage.go_on(steps, *SEPARATE, f"trainer.refit_transport={transport}", *sets)
+    done = await stage.go_on(steps, *SEPARATE, f"trainer.refit_transport={transport}")
     versions = {step: found for step, found in versions_by_step(stage.settings().run_dir).items() if step >= done.first}
     _note_stretch(f"loop_{transport}", done, versions)
     assert sorted(versions) == list(range(done.first, done.first + steps))

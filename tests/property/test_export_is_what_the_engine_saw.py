@@ -245,7 +245,15 @@ def vocabularies_control() -> dict[str, int]:
 
 @pytest.mark.slow(240)
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("family", "worlds"), [("compact-bytes", 700), ("qwen3", 300)])
+@pytest.mark.parametrize(
+    ("family", "worlds"),
+    [
+        ("compact-bytes", 160),
+        ("qwen3", 80),
+        pytest.param("compact-bytes", 700, marks=pytest.mark.all),
+        pytest.param("qwen3", 300, marks=pytest.mark.all),
+    ],
+)
 async def test_the_export_is_exactly_what_the_engine_saw(tmp_path: Path, family: str, worlds: int) -> None:
     """Every exported row was sent and returned, id for id; every sampled id is trained exactly once."""
     by_session: dict[str, World] = {}

@@ -14,13 +14,19 @@ from safetensors.torch import load_file
 
 from tollway.errors import ConfigError
 from tollway.trainer.backends.base import BackendSpec, TrainBackend
+from tollway.trainer.backends.options import missing, refusal
 from tollway.trainer.backends.shape import ModelShape, check_names, read_shape
 
 __all__ = ["build", "starting_weights"]
 
 
 def build(spec: BackendSpec) -> TrainBackend:
-    """Raises ``ConfigError`` for a model directory or option that cannot be used."""
+    """Raises ``ConfigError`` for a model directory or option that cannot be used, and for what is not installed."""
+    reason = missing(spec.kind) or refusal(
+        spec.kind, dtype=spec.dtype, compile_layers=spec.compile_layers, options=spec.options or {}
+    )
+    if reason is not None:
+        raise ConfigError(reason)
     model_dir = Path(spec.model_dir)
     shape = read_shape(model_dir)
     weights = starting_weights(model_dir, shape)
@@ -35,15 +41,7 @@ def build(spec: BackendSpec) -> TrainBackend:
     from tollway.trainer.backends.megatron import shims
 
     shims.apply()
-    try:
-        backend = importlib.import_module("tollway.trainer.backends.megatron.backend")
-    except ModuleNotFoundError as error:
-        if (error.name or "").split(".")[0] != "megatron":
-            raise
-        raise ConfigError(
-            "the megatron backend needs Megatron-Core: pip install 'tollway[megatron]', "
-            'or set trainer.backend = "torch"'
-        ) from error
+    backend = importlib.import_module("tollway.trainer.backends.megatron.backend")
     shims.patch_megatron()
     made: TrainBackend = backend.MegatronBackend(spec, shape, weights)
     return made

@@ -56,6 +56,8 @@ class HostMemory:
             storage.resize_(0)
         gc.collect()
         if self._device.type == "cuda":
+            # A workspace that lies in a block of freed memory keeps all of the block; the next product has a new one.
+            torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
 
     def onload(self) -> None:

@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from tollway.errors import ConfigError
 from tollway.trainer.backends.base import BackendSpec
 from tollway.trainer.backends.microbatch import MicroBatch
 from tollway.trainer.backends.objective import MicroBatchedBackend, upload
@@ -47,13 +46,6 @@ class TorchBackend(MicroBatchedBackend):
     """Weights are leaf tensors in a dictionary under their Hugging Face names."""
 
     def __init__(self, spec: BackendSpec, shape: ModelShape, weights: Weights) -> None:
-        if spec.options:
-            raise ConfigError("the torch backend takes no [trainer.megatron] options; remove them")
-        if spec.dtype == "bfloat16" or spec.compile_layers:
-            found = "trainer.compile_layers = true" if spec.compile_layers else 'trainer.dtype = "bfloat16"'
-            raise ConfigError(
-                f'the torch backend is the plain fp32 reference: remove {found}, or train with "megatron"'
-            )
         super().__init__(spec, shape)
         self._weights = {
             name: torch.empty(size, device=self._device, requires_grad=True) for name, size in tensor_shapes(shape)

@@ -30,6 +30,8 @@ from tollway.trainer.batch import Batch, OptimizerSettings, StepReport
 if TYPE_CHECKING:
     import torch
 
+    from tollway.trainer.weights.ipc import Shared
+
 __all__ = ["METHODS", "Worker", "main"]
 
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +50,7 @@ class Worker:
     def __init__(self) -> None:
         self._backend: TrainBackend | None = None
         self._spec: BackendSpec | None = None
-        self.kept: list[torch.Tensor] = []
+        self.kept: list[Shared] = []
         """Buckets on the device that engines were given handles of; they go with the next payload or ``offload``."""
 
     def build(self, spec: BackendSpec) -> None:
@@ -105,9 +107,9 @@ class Worker:
         sent = []
         for bucket in wire.buckets(self._built.named_weights(), max_bytes):
             shared = ipc.share(bucket, device)
-            self.kept.append(shared.flat)
+            self.kept.append(shared)
             sent.append(shared.payload)
-        return WeightBuckets(tuple(sent), sum(flat.nbytes for flat in self.kept))
+        return WeightBuckets(tuple(sent), sum(shared.flat.nbytes for shared in self.kept))
 
     def device_memory(self) -> tuple[int, int] | None:
         """See ``BackendHandle.device_memory``."""
@@ -136,7 +138,8 @@ class Worker:
         """Free the buckets that engines were given handles of."""
         import torch
 
-        self.kept.clear()
+        while self.kept:
+            self.kept.pop().release()
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]  # torch leaves it untyped

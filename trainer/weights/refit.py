@@ -9,6 +9,7 @@ What is done to one engine is in ``session``. Talks through the router's engine 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,6 +42,10 @@ _AGAIN_S = 1.0
 """Between two looks for an engine that takes weights, while all of them are gone."""
 _LONGEST_PAUSE_S = 60.0
 """Between two attempts to bring weights to an engine that keeps failing."""
+_ANSWER_S = 10.0
+"""How long an engine whose connection broke may take to show that it lives, or to be gone."""
+_ASK_S = 0.1
+"""Between two times that it is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +133,8 @@ class Refit:
         """Engines sleep, or are about to: what waits for weights gets them with the next push."""
         self._last: tuple[Payload | None, int] | None = None
         """The last push; its payload is ``None`` where none is kept."""
+        self._ended: set[str] = set()
+        """Where a process ended since engines were last asked to sleep."""
         self._not_before: dict[str, tuple[float, float]] = {}
         """Engines that failed to catch up: (monotonic second of the next attempt, pause after that)."""
 
@@ -135,6 +142,7 @@ class Refit:
         """The engine process at ``url`` ended; whatever is started there begins anew."""
         self._sessions.forget(url)
         self._not_before.pop(url, None)
+        self._ended.add(url)
 
     async def push(self, version: int) -> RefitReport:
         """Load the trainer's weights into every engine and stamp it ``version``. Engines that sleep go on sleeping.
@@ -189,19 +197,25 @@ class Refit:
             self._asleep = True
 
     async def sleep(self) -> tuple[str, ...]:
-        """Every engine pauses and gives its memory back; returns those that did now. One that is lost has none.
+        """Every engine pauses and gives its memory back; returns those that did now. One whose process ended has none.
 
-        Raises ``ComponentLost`` for an engine that lives and kept its memory: the trainer cannot have the device.
+        Raises ``ComponentLost`` for an engine that lives and may have kept its memory: the trainer cannot have the
+        device.
         """
         async with self._lock:
             self._asleep = True
+            self._ended.clear()
             engines = await self._source()
             outcomes = await self._each(engines, partial(self._sleep, self._shared), "go to sleep")
-        for engine, outcome in zip(engines, outcomes, strict=True):
-            if isinstance(outcome, TollwayError) and not (isinstance(outcome, EngineLost) and not outcome.timed_out):
-                raise ComponentLost(
-                    f"engine {engine.url} did not give its memory back, which the trainer needs: {outcome}"
-                ) from outcome
+            for engine, outcome in zip(engines, outcomes, strict=True):
+                if not isinstance(outcome, TollwayError):
+                    continue
+                if not (isinstance(outcome, EngineLost) and await self._has_ended(engine)):
+                    lives = "; its process has not ended" if isinstance(outcome, EngineLost) else ""
+                    raise ComponentLost(
+                        f"engine {engine.url} did not give its memory back, which the trainer needs: {outcome}{lives}"
+                    ) from outcome
+                self.forget(engine.url)
         return tuple(engine.url for engine, outcome in zip(engines, outcomes, strict=True) if outcome is True)
 
     async def wake(self) -> tuple[str, ...]:
@@ -279,6 +293,23 @@ class Refit:
         finally:
             await sharing.trainer.offload()
         await self._sessions.wake(engine)
+
+    async def _has_ended(self, engine: RefitTarget) -> bool:
+        """Whether nobody is there any more, which a connection that broke does not say; whoever is silent lives."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_ANSWER_S):
+                while engine.url not in self._ended:
+                    try:
+                        await engine.ready()
+                    except EngineLost as error:
+                        if error.refused:
+                            return True
+                    except TollwayError:
+                        return False  # no answer of an engine, and an answer
+                    else:
+                        return False
+                    await asyncio.sleep(_ASK_S)
+        return engine.url in self._ended
 
     @property
     def _shared(self) -> Sharing:

@@ -16,6 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from tollway.errors import EngineLost, EngineRefused, TollwayError
@@ -109,13 +110,14 @@ class Sessions:
             await self._pause(engine, stage)
             await self._exchange(engine, payload, version, stage)
             await self._tell(engine, RefitNotice(url=engine.url, version=version, phase="resumed"))
-            await self._bounded(engine, "continue", engine.resume())
+            await self._repeatable(engine, "continue", engine.resume)
         return time.perf_counter() - started
 
     async def sleep(self, engine: RefitTarget, tags: Sequence[str]) -> bool:
         """Pause it and take its memory of ``tags``; False when it had given all of it back before.
 
-        An engine that refuses goes on as it was. One of which nobody knows what it gave back may not serve.
+        An engine that refuses goes on as it was. One of which nobody knows what it gave back may not serve, and is
+        asked for all of it the next time.
         """
         sleeper = self._asleep.get(engine.url) or _Sleeper()
         wanted = [tag for tag in tags if tag not in sleeper.released]
@@ -125,18 +127,17 @@ class Sessions:
         async with self._settled(engine, sleeper):
             if not slept_before:
                 await self._pause(engine, sleeper)
-            released, broken = sleeper.released, sleeper.broken
             # Known before the call: when the process dies in it, ``forget`` has the last word.
             self._asleep[engine.url] = sleeper
-            sleeper.released, sleeper.broken = (*released, *wanted), True
+            broken, sleeper.broken = sleeper.broken, True
             try:
                 await self._bounded(engine, "release memory", engine.release_memory(wanted))
             except EngineRefused:
-                sleeper.released, sleeper.broken = released, broken  # it said no, so nothing is gone
+                sleeper.broken = broken  # it said no, so nothing is gone
                 if not slept_before:
                     self._asleep.pop(engine.url, None)
                 raise
-            sleeper.broken = broken or _WEIGHTS in wanted
+            sleeper.released, sleeper.broken = (*sleeper.released, *wanted), broken or _WEIGHTS in wanted
             sleeper.version = None
         return True
 
@@ -151,18 +152,17 @@ class Sessions:
         async with self._settled(engine, sleeper):
             if sleeper.released:
                 sleeper.broken = True
-                await self._bounded(engine, "resume memory", engine.resume_memory(sleeper.released))
-                sleeper.released, sleeper.broken = (), False
+                await self._take_back(engine, sleeper, sleeper.released)
+                sleeper.broken = False
             self._asleep.pop(engine.url, None)
             await self._tell(engine, RefitNotice(url=engine.url, version=sleeper.version, phase="resumed"))
-            await self._bounded(engine, "continue", engine.resume())
+            await self._repeatable(engine, "continue", engine.resume)
         return True
 
     async def _load_asleep(self, engine: RefitTarget, sleeper: _Sleeper, payload: Payload, version: int) -> None:
         try:
             if _WEIGHTS in sleeper.released:
-                await self._bounded(engine, "resume memory", engine.resume_memory([_WEIGHTS]))
-                sleeper.released = tuple(tag for tag in sleeper.released if tag != _WEIGHTS)
+                await self._take_back(engine, sleeper, [_WEIGHTS])
             if engine.url in self._half_open:
                 await self._end_stale_session(engine)
             await self._exchange(engine, payload, version, sleeper)
@@ -172,13 +172,29 @@ class Sessions:
                 await self._release(engine, sleeper, error)
             raise
 
+    async def _take_back(self, engine: RefitTarget, sleeper: _Sleeper, tags: Sequence[str]) -> None:
+        """Memory of ``tags`` again. Without an answer it counts as taken: the next sleep releases it once more.
+
+        Neither call can be sent twice. A stock server ends when it is to resume what it has (its scheduler removes the
+        tag from a set) or to release what it has not (torch_memory_saver exits), and no answer of its says what it
+        has. An answer is lost most likely after the call was carried out: then that release is right. Otherwise the
+        server ends of it, which frees the memory as well and costs one start.
+        """
+        before = sleeper.released
+        sleeper.released = tuple(tag for tag in before if tag not in tags)
+        try:
+            await self._bounded(engine, "resume memory", engine.resume_memory(tags))
+        except EngineRefused:
+            sleeper.released = before  # it said no
+            raise
+
     async def _pause(self, engine: RefitTarget, stage: _Stage) -> None:
         flushes = self._mode != "in_place"
-        await self._bounded(engine, "pause", engine.pause(self._mode))
+        await self._repeatable(engine, "pause", partial(engine.pause, self._mode))
         if engine.url in self._half_open:
             await self._end_stale_session(engine)
         if flushes:
-            await self._bounded(engine, "flush", engine.flush_cache())
+            await self._repeatable(engine, "flush", engine.flush_cache)
         stage.told = True
         await self._tell(engine, RefitNotice(url=engine.url, flushed=flushes, phase="paused"))
 
@@ -239,6 +255,15 @@ class Sessions:
         except TollwayError as error:
             logger.info("engine %s had no open weight session: %s", engine.url, error)
         self._half_open.discard(engine.url)
+
+    async def _repeatable(self, engine: RefitTarget, stage: str, call: Callable[[], Awaitable[None]]) -> None:
+        """A call that changes nothing the second time: sent again when its connection broke before the answer."""
+        try:
+            await self._bounded(engine, stage, call())
+        except EngineLost as error:
+            if error.refused or error.timed_out:
+                raise
+            await self._bounded(engine, stage, call())
 
     async def _bounded(
         self, engine: RefitTarget, stage: str, call: Awaitable[None], limit_s: float | None = None

@@ -6,6 +6,7 @@ its weights go out -> its memory leaves -> engines wake. Depends on ``refit`` an
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,8 @@ from tollway.errors import ConfigError
 from tollway.trainer.weights.refit import Offloaded, Refit, RefitReport
 
 __all__ = ["Handover", "OnDevice", "Turns"]
+
+logger = logging.getLogger(__name__)
 
 
 class OnDevice(Offloaded, Protocol):
@@ -50,11 +53,13 @@ class Turns:
         """It is the trainer's turn."""
         self._since = 0.0
         self._freed: int | None = None
+        self._proven = False
+        """The driver has seen memory become free when engines slept: they are set up for it."""
 
     async def clear(self) -> None:
         """Let the engines sleep, before a trainer that is not yet built needs the device. Safe to call twice.
 
-        Raises ``ComponentLost`` when one does not, ``ConfigError`` when it says so and frees nothing.
+        Raises ``ComponentLost`` when one does not, ``ConfigError`` when they say so and have freed nothing yet.
         """
         if not self.shared or self._trainers:
             return
@@ -64,12 +69,8 @@ class Turns:
         self._since, self._trainers = time.perf_counter(), True
         after = await self._trainer.device_memory()
         self._freed = None if before is None or after is None else after[0] - before[0]
-        if slept and self._freed is not None and self._freed <= 0:
-            raise ConfigError(
-                f"engines {', '.join(slept)} said that they gave their memory back, and the driver has "
-                f"{-self._freed} bytes less free than before (want more free); set enable-memory-saver = true under "
-                "[engine.sglang], run trainer and engines on the same device, or set trainer.colocated = false"
-            )
+        if slept and self._freed is not None:
+            self._judge(slept, self._freed)
 
     async def trainer(self) -> None:
         """From here on the device is the trainer's. Safe to call twice. Errors as ``clear``."""
@@ -89,6 +90,24 @@ class Turns:
         await self._refit.wake()
         asleep_s, self._trainers = time.perf_counter() - self._since, False
         return Handover(pushed, asleep_s, self._freed)
+
+    def _judge(self, slept: tuple[str, ...], freed: int) -> None:
+        """Whether engines do what they say. Once they did, a bad figure is somebody else's: an engine that starts again
+        takes memory while the others give theirs back."""
+        if freed > 0:
+            self._proven = True
+            return
+        found = (
+            f"engines {', '.join(slept)} said that they gave their memory back, and the driver has {-freed} bytes less "
+            "free than before"
+        )
+        if self._proven:
+            logger.warning("%s: somebody took more meanwhile, such as an engine that is started again", found)
+            return
+        raise ConfigError(
+            f"{found} (want more free); set enable-memory-saver = true under [engine.sglang], run trainer and engines "
+            "on the same device and nothing else there, or set trainer.colocated = false"
+        )
 
     @asynccontextmanager
     async def aside(self, version: int) -> AsyncIterator[None]:

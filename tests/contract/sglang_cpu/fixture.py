@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from tollway.free_ports import free_ports
 from tollway.fresh_model import ModelShape, write_fresh_model
 
 HERE = Path(__file__).resolve().parent
@@ -100,7 +100,7 @@ def set_up() -> None:
 @contextmanager
 def serving(model: Path, log: Path) -> Iterator[str]:
     """Serve ``model`` on a free port and yield the URL once a token was generated; SGLang's output is in ``log``."""
-    port = _free_port()
+    (port,) = free_ports()
     url = f"http://127.0.0.1:{port}"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -134,12 +134,6 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Path) -
             if time.monotonic() > deadline:
                 raise RuntimeError(f"SGLang did not serve within {START_S:.0f} s:\n{_tail(log)}") from None
             time.sleep(0.25)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _tail(log: Path) -> str:

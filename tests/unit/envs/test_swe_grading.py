@@ -25,16 +25,19 @@ SHORT = {"test_s": 3.0, "total_s": 10.0}
 HANGING = ("expected value from the caller's frame", "expected value by a traceback", "endless recursion")
 IN_PYTEST = (
     "reports patched",
-    "reports patched for known tests only",
     "the worker's own functions replaced",
+    "tests skipped",
+    "os._exit(0) at import",
+    "a plugin by way of the import hook",
+)
+"""One of each way into pytest: its reports, the process around it, its collection, its end, its plugins."""
+MORE_IN_PYTEST = (
+    "reports patched for known tests only",
     "assertions stripped",
     "objects equal to everything",
     "expected value by a traceback",
     "tests deleted",
-    "tests skipped",
     "tests expected to fail",
-    "os._exit(0) at import",
-    "a plugin by way of the import hook",
     "the channel found by the logger's frames",
     "context managers that swallow",
 )
@@ -137,10 +140,15 @@ async def test_no_attack_is_paid_and_each_shows_itself(local: LocalProvider, tmp
 
 @pytest.mark.slow(120)
 @pytest.mark.timeout(120)
-async def test_attacks_on_pytest_are_not_paid_either(local: LocalProvider, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [IN_PYTEST, pytest.param(MORE_IN_PYTEST, marks=pytest.mark.all)], ids=["some", "more"]
+)
+async def test_attacks_on_pytest_are_not_paid_either(
+    local: LocalProvider, tmp_path: Path, names: tuple[str, ...]
+) -> None:
     grader = shapes_grader(tmp_path)
-    results = await all_graded(grader, local, [attack for attack in ATTACKS if attack.name in IN_PYTEST])
-    assert len(results) == len(IN_PYTEST)
+    results = await all_graded(grader, local, [attack for attack in ATTACKS if attack.name in names])
+    assert len(results) == len(names)
     assert [(attack.name, verdict.reason) for attack, verdict in results if verdict.reward] == []
     assert [(attack.name, verdict.reason) for attack, verdict in results if not verdict.flags] == []
 

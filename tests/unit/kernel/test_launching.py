@@ -63,14 +63,12 @@ def test_weights_for_one_rank_are_not_sent_to_engines_of_several(name: str) -> N
     check_transport(several, "disk")
     check_transport(EngineConfig(kind="sglang", sglang={name: 1, "dp-size": 2}), "tensor")
     check_transport(EngineConfig(), "tensor")
+    check_transport(EngineConfig(kind="sglang", count=2), "cuda_ipc")
 
 
-def test_memory_that_one_reader_may_read_is_not_shared_with_two() -> None:
-    two = EngineConfig(count=2)
-    with pytest.raises(ConfigError, match=r'engine\.count is 2.*"tensor" or "disk", or engine\.count = 1'):
-        check_transport(two, "cuda_ipc")
-    check_transport(two, "tensor")
-    check_transport(EngineConfig(), "cuda_ipc")
+def test_handles_of_a_gpus_memory_are_not_for_an_engine_on_the_cpu() -> None:
+    with pytest.raises(ConfigError, match=r'engine\.kind = "sglang", or trainer\.refit_transport = "tensor"'):
+        check_transport(EngineConfig(), "cuda_ipc")
 
 
 @pytest.mark.parametrize(

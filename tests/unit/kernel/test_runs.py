@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from tollway.app import open_backend
 from tollway.cli import main
 from tollway.errors import ComponentLost, ConfigError, EngineLost
 from tollway.notes import Notes, locked
@@ -80,6 +81,16 @@ async def test_handles_of_memory_without_a_gpu_are_refused_before_the_run_works_
     await check_device(tensor, backend)
     with pytest.raises(ConfigError, match=r'set trainer\.refit_transport = "tensor"'):
         await check_device(ipc, backend)
+
+
+def test_a_model_that_the_trainer_does_not_build_is_refused_before_an_engine_loads_it(tmp_path: Path) -> None:
+    for config, words in (
+        ({"architectures": ["LlamaForCausalLM"]}, "architecture LlamaForCausalLM is not built here; use Qwen3ForC"),
+        ({"architectures": ["Qwen3ForCausalLM"], "rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=words):
+            open_backend(Settings(), tmp_path)
 
 
 def test_a_run_goes_on_only_with_the_settings_that_make_it_that_run(tmp_path: Path) -> None:

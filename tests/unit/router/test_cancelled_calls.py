@@ -17,13 +17,17 @@ from tollway.router.fleet import Membership
 from tollway.router.service import Lineage, Router
 from tollway.router.targets import Wanted
 
-ROUNDS, AT_ONCE = 5, 200
+ROUNDS, AT_ONCE = (
+    10,
+    100,
+)  # at once no more than wait in the backlog of a listening socket: a lost one comes a second later
 PATIENT = QUICK.model_copy(
     update={
-        # Nobody is lost only because two hundred connections are opened and closed at once.
+        # Nobody is lost only because a hundred connections are opened and closed at once.
         "probe_interval_s": 30.0,
         "probe_timeout_s": 20.0,
         "connect_timeout_s": 20.0,
+        "progress_timeout_s": 60.0,
         "busy_window_s": 30.0,
         "version_wait_s": 30.0,
         "admission_timeout_s": 60.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import sys
@@ -192,6 +193,36 @@ async def test_a_port_that_is_taken_meanwhile_is_replaced_by_a_free_one(
             assert kept.heard[1] == ("up", kept.launcher.urls[0])
             assert kept.launcher.urls != [f"http://127.0.0.1:{port}"]
             assert f"port {port} of 127.0.0.1 is taken" in caplog.text
+
+
+async def test_a_port_that_is_taken_while_the_engine_loads_costs_another_start_and_no_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loads = f"""
+    import pathlib, sys, time
+    print(f"pid 0 loads for {{sys.argv[1]}}.", flush=True)
+    while not pathlib.Path({str(tmp_path / "go")!r}).exists():
+        time.sleep(0.01)
+    """
+    kept = launcher(tmp_path, textwrap.dedent(loads) + FOREIGN)
+    starting = asyncio.create_task(kept.start())
+    try:
+        log = tmp_path / "engine.log"
+        async with asyncio.timeout(30):
+            while not (said := re.search(r"loads for (\d+)\.", log.read_text() if log.exists() else "")):
+                await asyncio.sleep(0.01)
+        with contextlib.closing(socket.create_server(("127.0.0.1", int(said[1])))):
+            (tmp_path / "go").touch()
+            await starting
+        (url,) = kept.urls
+        assert url != f"http://127.0.0.1:{said[1]}"
+        assert f"engine found its port taken, http://127.0.0.1:{said[1]}; it starts on another one" in caplog.text
+        async with aiohttp.ClientSession() as http:
+            assert (await EngineClient(url, http).model_info()).weight_version == "0"
+    finally:
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        await kept.stop()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from bench_rollout import added, hit_share, unexplained
 from rollout_exact import Comparison, Served, compare, moved_sessions, read_log
 from rollout_family import WIDE_VOCAB_SIZE, WideBytes
 from rollout_fleet import difference
-from rollout_load import Part, SessionRun, Sizes, answered, joined, schedule
+from rollout_load import Part, Round, SessionRun, Sizes, answered, joined, schedule
 
 from tollway.messages import ToolSpec
 from tollway.records import Sampling, TokenSpan, Trajectory, VersionSpan
@@ -166,11 +166,22 @@ def test_the_direct_client_sends_what_the_session_had_and_asks_for_as_many_token
 
 
 def test_parts_of_several_processes_are_one_round_from_the_first_start_to_the_last_reply() -> None:
-    sessions = [SessionRun(str(n), [0.1 * n, 1.0], [100, 200], [30, 20], []) for n in range(4)]
-    whole = joined([Part(sessions[:2], 10.0, 14.0), Part(sessions[2:], 10.5, 15.0)])
+    places = [[SessionRun(str(n), [10.0, 11.0], [0.1 * n, 1.0], [100, 200], [30, 20], [])] for n in range(4)]
+    whole = joined([Part(places[:2], 10.0, 14.0), Part(places[2:], 10.5, 15.0)])
+    assert [each.name for each in whole.sessions] == ["0", "1", "2", "3"]
     assert (whole.turns, whole.output_tokens, whole.prompt_tokens, whole.wall_s) == (8, 200, 1200, 5.0)
     assert whole.tokens_s == 40.0
     assert (whole.latency_s(0.0), whole.latency_s(0.99)) == (0.0, 1.0)
+
+
+def test_steady_is_the_time_in_which_every_place_is_between_its_first_reply_and_its_last() -> None:
+    # One place replies at 2, 4, 6 (two sessions), the other at 3, 5: from 3 to 5, 10 and 20 tokens a turn of 2 s.
+    one = [SessionRun("a", [0.0, 2.0], [2.0, 2.0], [], [10, 10], []), SessionRun("b", [4.0], [2.0], [], [10], [])]
+    two = [SessionRun("c", [1.0, 3.0], [2.0, 2.0], [], [20, 20], [])]
+    assert Round([one, two], 6.0).steady_tokens_s == pytest.approx((10 + 20) / 2.0)
+    assert Round([one, two], 6.0).tokens_s == pytest.approx(70 / 6)
+    alone = [SessionRun("d", [0.0], [9.0], [], [5], [])]
+    assert Round([one, alone], 9.0).steady_tokens_s == 0.0
 
 
 def test_the_size_of_a_session_is_all_that_its_last_call_leaves_in_a_cache() -> None:

@@ -1,4 +1,4 @@
-"""Token identity with the ids of real vocabularies, and the cases that need a template of their own.
+"""Token identity: the cases that need a template or a vocabulary of their own.
 
 Every case runs through a whole server; the engine's log and the export are what counts.
 """
@@ -20,24 +20,14 @@ from tokenizers import Tokenizer, processors
 
 from tollway.errors import ContextLengthExceeded
 from tollway.messages import Message, ToolCall, ToolSpec
-from tollway.router.fake import FakeReply
 from tollway.session_server.fake import FakeServer
 from tollway.session_server.families.base import Family
 from tollway.session_server.families.catalogue import renderers_family
 from tollway.session_server.families.compact import CompactFamily
 from tollway.session_server.families.jinja import ChatTemplate, JinjaFamily
 from tollway.session_server.families.renderers_family import RenderersFamily
-from tollway.session_server.families.vocabularies import real_vocabulary, with_control_strings
+from tollway.session_server.families.vocabularies import with_control_strings
 from tollway.session_server.tokens import ControlTokenizer, load_tokenizer
-
-pytestmark = pytest.mark.slow(60)  # real vocabularies are read, and derived the first time
-IM_END, THINK, THINK_END, NEWLINE = 151645, 151667, 151668, 198
-
-
-@pytest.fixture(scope="module")
-def qwen3() -> RenderersFamily:
-    """Qwen3 over its own vocabulary."""
-    return renderers_family("qwen3", load_tokenizer(real_vocabulary("qwen3")))
 
 
 @asynccontextmanager
@@ -51,92 +41,7 @@ def fresh_vocabulary() -> Tokenizer:
     return Tokenizer.from_str(vocabularies.small().to_str())
 
 
-# -- sampled ids win --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sampled", "encoded"),
-    [
-        pytest.param([53122, 316], [393, 30002], id="row1-a-word-in-two-pieces"),
-        pytest.param([87, 198, 198], [87, 271], id="row2-two-newlines"),
-        pytest.param([THINK_END, 198, 198, 562], [THINK_END, 271, 562], id="row3-a-newline-behind-thinking"),
-        pytest.param([71, 68, 75, 75, 78], [14990], id="row4-letter-by-letter"),
-    ],
-)
-async def test_ids_that_their_text_does_not_encode_to_stay_in_prompt_and_export(
-    tmp_path: Path, qwen3: RenderersFamily, sampled: list[int], encoded: list[int]
-) -> None:
-    """Rows 1 to 5: what was sampled, then the template's newline without loss and without a logprob."""
-    assert qwen3.tokenizer.encode(qwen3.tokenizer.decode(sampled)) == encoded
-    async with serving(tmp_path, qwen3) as server:
-        server.engine.script = say([*sampled, IM_END], [14990, IM_END])
-        session = await server.client.create()
-        reply = await ask(server, session, [user("go")])
-        await ask(server, session, [user("go"), reply, user("on")])
-        first, second = server.engine.requests
-        start, end = len(first.input_ids), len(first.input_ids) + len(sampled) + 1
-        assert second.input_ids[: end + 1] == [*first.input_ids, *sampled, IM_END, NEWLINE]
-        (row,) = await rows(server, session)
-        assert row.loss_mask[start:end].all()
-        given = [-(1 + (at * 31 + token) % 97) / 100 for at, token in enumerate([*sampled, IM_END])]
-        assert row.logprobs[start:end].tolist() == np.float32(given).tolist()
-        assert (row.token_ids[end], row.loss_mask[end]) == (NEWLINE, 0)
-        assert np.isnan(row.logprobs[end])
-        assert row.loss_mask.sum() == len(sampled) + 1 + 2
-
-
-@pytest.mark.parametrize(
-    ("cut", "close"),
-    [
-        pytest.param([14990], [IM_END, NEWLINE], id="in-the-answer"),
-        pytest.param([THINK, 198, 14990], [THINK_END, IM_END, NEWLINE], id="inside-thinking"),
-    ],
-)
-async def test_a_cut_reply_keeps_its_loss_its_close_has_none_and_the_sample_says_truncated(
-    tmp_path: Path, qwen3: RenderersFamily, cut: list[int], close: list[int]
-) -> None:
-    """Row 6; the calls of the path end by stop, length, stop."""
-    async with serving(tmp_path, qwen3) as server:
-        server.engine.script = say([14990, IM_END], FakeReply(ids=cut, finish="length"), [14990, IM_END])
-        session = await server.client.create()
-        messages: list[Any] = [user("go")]
-        for _ in range(3):
-            messages += [await ask(server, session, messages), user("on")]
-        at = len(server.engine.requests[1].input_ids) + len(cut)
-        assert server.engine.requests[2].input_ids[at : at + len(close)] == close
-        (row,) = await rows(server, session)
-        assert row.finish_reasons == ("stop", "length", "stop")
-        assert row.loss_mask[at - len(cut) : at].all()
-        assert not row.loss_mask[at : at + len(close)].any()
-        assert np.isnan(row.logprobs[at : at + len(close)]).all()
-        assert row.truncated
-
-
-async def test_a_sample_whose_replies_all_ended_is_not_truncated(tmp_path: Path, qwen3: RenderersFamily) -> None:
-    """Row 6: an id that ends a text is not looked at, the engine's reason is."""
-    async with serving(tmp_path, qwen3) as server:
-        session = await server.client.create()
-        server.engine.script = say(FakeReply(ids=[14990, IM_END], finish="length"), [14990])
-        for text in "ab":
-            await ask(server, session, [user(text)])
-        assert [row.truncated for row in await rows(server, session)] == [True, False]
-
-
-async def test_a_stop_string_that_ends_inside_an_id_cuts_text_and_no_id(tmp_path: Path, qwen3: RenderersFamily) -> None:
-    """Row 7: the last id holds the colon and what lies behind it."""
-    (tail,) = qwen3.tokenizer.encode(":\n\n")
-    sampled = [*qwen3.tokenizer.encode("look\nObservation"), tail]
-    async with serving(tmp_path, qwen3) as server:
-        server.engine.script = say(FakeReply(ids=sampled, matched="\nObservation:"), [14990, IM_END])
-        session = await server.client.create()
-        reply = await ask(server, session, [user("go")], stop=["\nObservation:"])
-        assert reply["content"] == "look"
-        await ask(server, session, [user("go"), reply, user("on")], stop=["\nObservation:"])
-        first, second = server.engine.requests
-        kept = [*first.input_ids, *sampled]
-        assert second.input_ids[: len(kept) + 2] == [*kept, IM_END, NEWLINE]
-        (row,) = await rows(server, session)
-        assert row.loss_mask[len(first.input_ids) : len(kept)].all()
+# -- replies -----------------------------------------------------------------------------------------
 
 
 async def test_a_reply_that_opened_another_turn_than_the_next_one_is_left_behind_whole(tmp_path: Path) -> None:
@@ -162,42 +67,6 @@ async def test_a_reply_that_opened_another_turn_than_the_next_one_is_left_behind
         third = server.engine.requests[2].input_ids
         assert third[: one.token_ids.size] == one.token_ids.tolist()
         assert third[one.token_ids.size] != opens
-
-
-async def test_half_a_character_that_encodes_to_a_replacement_stays_as_sampled(tmp_path: Path) -> None:
-    """Row 28, with the ids of Qwen3.5."""
-    family = renderers_family("qwen3.5", load_tokenizer(real_vocabulary("qwen3.5")))
-    half = [9008, 248]
-    assert family.tokenizer.encode(family.tokenizer.decode(half)) == [5513]
-    async with serving(tmp_path, family) as server:
-        thought = [family.tokenizer.control["</think>"], *family.tokenizer.encode("\n\n")]
-        server.engine.script = say(FakeReply(ids=[*thought, *half], finish="length"), [*thought, 9008])
-        session = await server.client.create()
-        reply = await ask(server, session, [user("go")])
-        assert reply["content"] == "\ufffd"
-        await ask(server, session, [user("go"), reply, user("on")])
-        first, second = server.engine.requests
-        kept = [*first.input_ids, *thought, *half]
-        assert second.input_ids[: len(kept)] == kept
-        assert reasons(server) == ["root", "continuation"]
-
-
-@pytest.mark.parametrize(("name", "accented"), [("qwen3", [963]), ("deepseek-v4", [71, 17793])])
-async def test_an_accent_in_two_code_points_is_matched_as_sent_and_rendered_as_the_vocabulary_has_it(
-    tmp_path: Path, name: str, accented: list[int]
-) -> None:
-    """Row 29: Qwen normalises, DeepSeek does not."""
-    family = renderers_family(name, load_tokenizer(real_vocabulary(name)))
-    async with serving(tmp_path, family) as server:
-        server.engine.script = say([family.tokenizer.encode("x")[0], family.stop_ids[0]])
-        session = await server.client.create()
-        reply = await ask(server, session, [user("e\u0301")])
-        prompt = server.engine.requests[0].input_ids
-        assert any(prompt[at : at + len(accented)] == accented for at in range(len(prompt)))
-        await ask(server, session, [user("e\u0301"), reply, user("on")])
-        await ask(server, session, [user("\u00e9"), reply, user("on")])
-        assert reasons(server) == ["root", "continuation", "new_root"]
-        await rows(server, session)
 
 
 # -- templates --------------------------------------------------------------------------------------

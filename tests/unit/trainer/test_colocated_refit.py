@@ -10,6 +10,7 @@ import pytest
 from trainer_helpers import FixedWeights, RecordingEngine
 
 from tollway.errors import ComponentLost, ConfigError, EngineLost, TollwayError, TrainerLost
+from tollway.trainer.weights import refit as refit_module
 from tollway.trainer.weights.refit import Notify, Refit, RefitNotice, Sharing
 from tollway.trainer.weights.turns import Turns
 from tollway.trainer.weights.wire import serialise
@@ -116,6 +117,20 @@ async def test_what_the_driver_does_not_see_as_free_is_an_error_that_names_the_r
     assert party.device.calls == []
 
 
+async def test_memory_that_others_take_while_engines_sleep_is_not_held_against_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An engine that died starts again beside those that sleep: the driver then has less free, and all is well."""
+    party = Party(RecordingEngine())
+    party.device.free = [10, 60, 50, 30]
+    await party.turns.trainer()
+    assert (await party.turns.engines(1)).freed_bytes == 50
+    await party.turns.trainer()
+    assert "20 bytes less free than before: somebody took more meanwhile" in caplog.text
+    assert (await party.turns.engines(2)).freed_bytes == -20
+    assert party.device.calls == ["onload", "offload"] * 2
+
+
 async def test_what_the_driver_sees_as_free_is_reported() -> None:
     party = Party(RecordingEngine())
     party.device.free = [40, 90]
@@ -213,9 +228,16 @@ class Mortal(RecordingEngine):
     gone = False
 
     async def _stage(self, name: str) -> None:
+        self._answer()
+        await super()._stage(name)
+
+    async def ready(self) -> bool:
+        self._answer()
+        return await super().ready()
+
+    def _answer(self) -> None:
         if self.gone:
             raise EngineLost(f"engine {self.url}: connection refused", refused=True)
-        await super()._stage(name)
 
 
 async def test_an_engine_that_dies_asleep_is_left_out_and_the_one_at_its_address_begins_anew() -> None:
@@ -251,6 +273,58 @@ async def test_an_engine_whose_end_was_seen_while_it_gave_memory_back_is_not_rem
     assert (await party.turns.engines(1)).pushed.quarantined == ()
     assert dying.calls[0] == "pause:retract"
     assert (dying.version, dying.paused) == (1, False)
+
+
+async def test_a_session_server_that_is_gone_is_not_taken_for_an_engine_without_memory() -> None:
+    async def unreachable(notice: RefitNotice) -> None:
+        raise EngineLost("no session server there", refused=True)
+
+    engine = RecordingEngine(version=3)
+    party = Party(engine, notify=unreachable)
+    with pytest.raises(ComponentLost, match=r"did not give its memory back.*no session server there"):
+        await party.turns.trainer()
+    assert party.device.calls == []
+    assert (engine.paused, engine.released, engine.version) == (False, set(), 3)
+
+
+async def test_an_engine_that_is_silent_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Silent(RecordingEngine):
+        async def ready(self) -> bool:
+            await asyncio.sleep(3600)
+            return True
+
+        async def release_memory(self, tags: Sequence[str]) -> None:
+            raise EngineLost("connection reset")
+
+    monkeypatch.setattr(refit_module, "_ANSWER_S", 0.05)
+    party = Party(Silent())
+    with pytest.raises(ComponentLost, match=r"connection reset; its process has not ended"):
+        await asyncio.wait_for(party.turns.trainer(), 10)
+    assert party.device.calls == []
+
+
+async def test_a_turn_of_one_engine_asks_again_for_memory_of_which_nobody_knows() -> None:
+    class Unsure(RecordingEngine):
+        lost = True
+
+        async def release_memory(self, tags: Sequence[str]) -> None:
+            if self.lost:
+                await self._stage("release, unheard")
+                raise EngineLost("connection reset")
+            await super().release_memory(tags)
+
+    engine, late = RecordingEngine(url="http://first"), Unsure(url="http://late")
+    party = Party(engine)
+    await party.turns.trainer()
+    await party.turns.engines(1)
+    party.device.calls.clear()
+    await party.refit.catch_up([late])
+    assert (party.device.calls, late.paused) == ([], True)
+    late.lost = False
+    party.refit._not_before.clear()
+    await party.refit.catch_up([late])
+    assert party.device.calls == ["onload", "offload"]
+    assert (late.version, late.paused, late.released) == (1, False, set())
 
 
 @pytest.mark.parametrize("tags", [{"weights"}, {"kv_cache", "cuda_graph"}])

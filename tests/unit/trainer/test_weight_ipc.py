@@ -25,7 +25,11 @@ from tollway.trainer.weights.wire import FlattenedTensorMetadata, flatten
 CPU = torch.device("cpu")
 NAMED = [("half", torch.tensor([1, 2, 3], dtype=torch.bfloat16)), ("word", torch.tensor([[1.5], [-2.5]]))]
 SGLANG = Path(__file__).resolve().parents[3] / ".venv-sglang" / "bin" / "python"
-CUDA_ARGUMENTS = (torch.Tensor, torch.Size([4]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle")
+CUDA_ARGUMENTS = (
+    *(torch.Tensor, torch.Size([4]), (1,), 0, torch.UntypedStorage, torch.uint8, 3, b"handle"),
+    *(4, 0, False, b"counter", 7, b"event", True),
+)
+FOR_ANY = ipc.for_any_reader(CUDA_ARGUMENTS, "GPU-3", (b"decoy", 1))
 
 
 def names_in(payload: bytes) -> set[tuple[str, str]]:
@@ -44,16 +48,11 @@ def names_in(payload: bytes) -> set[tuple[str, str]]:
     return found
 
 
-def test_the_device_is_the_seventh_argument_of_this_torch_and_becomes_a_uuid() -> None:
+def test_a_reader_is_told_the_devices_uuid_and_a_counter_that_is_not_the_buckets() -> None:
     parameters = list(signature(reductions.rebuild_cuda_tensor).parameters)
-    assert parameters.index("storage_device") == 6
-    changed = ipc.with_uuid(CUDA_ARGUMENTS, lambda index: f"GPU-{index}")
-    assert changed == (*CUDA_ARGUMENTS[:6], "GPU-3", b"handle")
-
-
-def test_what_is_no_cuda_tensor_is_rebuilt_from_the_same_arguments() -> None:
-    _, arguments = reductions.reduce_tensor(torch.ones(2))
-    assert ipc.with_uuid(arguments, lambda index: f"GPU-{index}") is arguments
+    named, before = dict(zip(parameters, FOR_ANY, strict=True)), dict(zip(parameters, CUDA_ARGUMENTS, strict=True))
+    changed = {name: value for name, value in named.items() if value != before[name]}
+    assert changed == {"storage_device": "GPU-3", "ref_counter_handle": b"decoy", "ref_counter_offset": 1}
 
 
 class Reader(pickle.Unpickler):
@@ -81,7 +80,7 @@ def test_a_bucket_of_a_device_names_nothing_that_sglang_would_not_load() -> None
 
     class Cuda:
         def __reduce__(self) -> tuple[object, tuple[object, ...]]:
-            return reductions.rebuild_cuda_tensor, ipc.with_uuid(CUDA_ARGUMENTS, str)
+            return reductions.rebuild_cuda_tensor, FOR_ANY
 
     _, metadata = flatten(NAMED)
     with ipc.stand_in():
@@ -155,7 +154,7 @@ def test_kept_buckets_go_with_the_next_payload_and_with_the_memory_of_the_traine
     worker.build(BackendSpec(kind="torch", model_dir=str(model_dir(tmp_path / "model"))))
     sent = worker.share_buckets(4096, CPU)
     assert len(sent.buckets) > 1
-    assert sent.weight_bytes == sum(kept.nbytes for kept in worker.kept)
+    assert sent.weight_bytes == sum(kept.flat.nbytes for kept in worker.kept)
     first = worker.kept[0]
     assert len(worker.share_buckets(1 << 20, CPU).buckets) == len(worker.kept) == 1
     assert worker.kept[0] is not first

@@ -160,6 +160,10 @@ class RecordingEngine:
         if self.fail_at == name:
             raise EngineRefused(f"{name} refused", upstream_status=400)
 
+    async def ready(self) -> bool:
+        """Any answer shows that it lives."""
+        return not self.paused
+
     async def pause(self, mode: str) -> None:
         """Stop generating."""
         await self._stage(f"pause:{mode}")

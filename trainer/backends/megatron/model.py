@@ -32,16 +32,6 @@ __all__ = ["Options", "ScoringModel", "build_model", "join_process_group", "sort
 
 Scalar = bool | int | float | str
 
-_DECIDED = {
-    "params_dtype": "set trainer.dtype",
-    "pipeline_dtype": "set trainer.dtype",
-    "bf16": "set trainer.dtype",
-    "fp16": "set trainer.dtype",
-    "cross_entropy_loss_fusion": "log-probabilities are computed here without it; trainer.compile_layers fuses them",
-    "cross_entropy_fusion_impl": "log-probabilities are computed here without it",
-    "use_cpu_initialization": "the device decides",
-}
-"""Options that would say nothing, or something else than another setting, and what to do instead."""
 _RECOMPILE_LIMIT = 64
 """Programs of one function that torch keeps. A layer has one each for scoring and training, for one row and several,
 for the first width and for any: its own limit of 8 would silently run what is beyond it uncompiled."""
@@ -66,20 +56,19 @@ def join_process_group(seed: int) -> None:
 
 
 def sort_options(options: Mapping[str, Scalar]) -> Options:
-    """Give each option to the configuration that has a field of its name; unknown ones are refused."""
+    """Give each option to the configuration that has a field of its name; unknown ones are refused.
+
+    Those that nobody may set are refused before (``options``).
+    """
     owners = {"model": TransformerConfig, "ddp": DistributedDataParallelConfig, "optimizer": OptimizerConfig}
     fields = {owner: {field.name for field in dataclasses.fields(kind)} for owner, kind in owners.items()}
     sorted_options: dict[str, dict[str, Scalar]] = {owner: {} for owner in owners}
     for name, value in options.items():
-        if name in _DECIDED:
-            raise ConfigError(f"trainer.megatron.{name} cannot be set: {_DECIDED[name]}; remove it")
         owner = next((owner for owner, names in fields.items() if name in names), None)
         if owner is None:
             close = difflib.get_close_matches(name, set().union(*fields.values()), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"trainer.megatron.{name} is no Megatron-Core option{hint}")
-        if name.endswith("_parallel_size") and value != 1:
-            raise ConfigError(f"trainer.megatron.{name} = {value}: this backend trains on one rank; remove it")
         sorted_options[owner][name] = value
     return Options(**sorted_options)
 

@@ -16,6 +16,7 @@ import orjson
 from tollway.errors import UpstreamError
 
 __all__ = [
+    "NEEDED_RELEASE",
     "UNKNOWN",
     "EngineFacts",
     "check_release",
@@ -29,8 +30,14 @@ __all__ = [
 Json = Mapping[str, object]
 
 _SAME_TYPE = {"half": "float16", "float": "float32"}
-_SPANS_SINCE, _SESSIONS_SINCE = (0, 5, 19), (0, 5, 18)
-"""First SGLang releases that report weight versions per token, and that load weights in sessions."""
+_SINCE = (
+    ((0, 5, 21), "weight-update sessions (begin_weight_update)"),
+    ((0, 5, 19), "weight versions per token (weight_versions)"),
+    ((0, 5, 22), "top log-probabilities of the reply alone (return_flat_raw_output_top_logprobs)"),
+)
+"""First SGLang releases that can do what turns and refits need."""
+NEEDED_RELEASE = ".".join(map(str, max(since for since, _ in _SINCE)))
+"""The oldest SGLang that can do all of it."""
 _PAIR_KEYS = frozenset({"EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP"})
 """Speculative algorithms under which SGLang keys its prefix cache by pairs of ids."""
 _LONGEST = 80
@@ -97,18 +104,10 @@ def check_release(url: str, server: Json) -> None:
     match = re.match(r"v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})[\w.+-]{0,30}", version)
     if match is None or (release := (int(match[1]), int(match[2]), int(match[3]))) == (0, 0, 0):
         return
-    lacks = [
-        what
-        for since, what in (
-            (_SESSIONS_SINCE, "weight-update sessions (begin_weight_update)"),
-            (_SPANS_SINCE, "weight versions per token (weight_versions)"),
-        )
-        if release < since
-    ]
-    if lacks:
+    if lacks := [what for since, what in _SINCE if release < since]:
         raise UpstreamError(
             f"engine {url} runs SGLang {match[0]}, which has no {' and no '.join(lacks)}; "
-            f"install SGLang {'.'.join(map(str, _SPANS_SINCE))} or later there"
+            f"install SGLang {NEEDED_RELEASE} or later there"
         )
 
 

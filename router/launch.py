@@ -37,7 +37,7 @@ _ANSWER_S = 30.0
 _STARTS = 3
 """Of an engine that finds its port taken."""
 _LOG_BYTES = 1 << 20
-"""Of a failed start's log, what is searched for the reason."""
+"""Of a failed start's log, the end that is searched for the reason: it listens last of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ class EngineLauncher:
         return False
 
     async def _start(self, slot: _Slot) -> None:
-        """A program that is told its port comes to listen there much later: when it is taken by then, once more."""
+        """A program that is told its port listens there much later: one that finds it taken is started again."""
         log = self._logs / (f"engine.{slot.index}.log" if slot.index else "engine.log")
         for left in reversed(range(_STARTS)):
             began = log.stat().st_size if log.exists() else 0
@@ -199,8 +199,9 @@ class EngineLauncher:
                 await self._ready(slot.process)
                 return
             except BaseException as error:
+                ended = slot.process.returncode is not None
                 await slot.process.stop(grace_s=0.5)
-                if not left or not isinstance(error, ComponentLost) or not _port_was_taken(slot.process, began):
+                if not (left and ended and isinstance(error, ComponentLost) and _port_was_taken(log, began)):
                     raise
             logger.warning("%s found its port taken, %s; it starts on another one", slot.name, slot.process.url)
 
@@ -290,11 +291,9 @@ def _usable_port(host: str, wanted: int) -> int:
     return port
 
 
-def _port_was_taken(process: ServerProcess, began: int) -> bool:
-    """Whether it ended because somebody else listens at its address, as it says in its log from byte ``began`` on."""
-    if process.returncode is None:
-        return False
-    with contextlib.suppress(OSError), process.log.open("rb") as log:
-        log.seek(began)
-        return os.strerror(errno.EADDRINUSE).lower().encode() in log.read(_LOG_BYTES).lower()
+def _port_was_taken(log: Path, began: int) -> bool:
+    """Whether a program that ended says in its log, from byte ``began`` on, that somebody else has its address."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(began, log.stat().st_size - _LOG_BYTES))
+        return os.strerror(errno.EADDRINUSE).lower().encode() in file.read().lower()
     return False

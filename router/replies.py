@@ -185,7 +185,8 @@ def _versions(meta: Json, sampled: int, facts: EngineFacts) -> tuple[VersionSpan
         if sampled == 0:
             return ()
         raise UpstreamError(
-            f"engine sent no weight_versions spans for {sampled} sampled ids; SGLang sends them from 0.5.19 on"
+            f"engine sent no weight_versions spans for {sampled} sampled ids; SGLang sends them from 0.5.19 on (and "
+            "0.5.22 or later is needed)"
         )
     if not isinstance(spans, list):
         raise UpstreamError(f"engine sent weight_versions of type {type(spans).__name__}")

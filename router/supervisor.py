@@ -19,6 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from tollway.errors import ComponentLost
 from tollway.serving import read_ready
@@ -125,8 +126,7 @@ class ServerProcess:
 
         Raises ``ComponentLost`` with the child's last log lines when it ends or stays silent instead.
         """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as stderr:
+        with _appended(log, name) as stderr:
             process = await asyncio.create_subprocess_exec(
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -153,8 +153,7 @@ class ServerProcess:
         cls, argv: Sequence[str], *, name: str, log: Path, url: str, env: dict[str, str] | None = None
     ) -> ServerProcess:
         """Start a foreign program that will serve at ``url``. When it does, the caller has to find out."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with _appended(log, name) as output:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-P", "-m", __name__, *argv),
                 stdin=asyncio.subprocess.DEVNULL,
@@ -252,6 +251,15 @@ class ServerProcess:
         if self._process.stdout is None:
             raise ComponentLost(f"{self.name} has no stdout to read")
         return self._process.stdout
+
+
+def _appended(log: Path, name: str) -> BinaryIO:
+    """``log``, open at its end. Raises ``ComponentLost``: nothing is started that could not say why it ends."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log.open("ab")
+    except OSError as error:
+        raise ComponentLost(f"{name} was not started: its log {log} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from tollway.errors import EngineLost, EngineRefused, InvalidRecord, TollwayError, UpstreamError
 from tollway.records import PolicyVersion, parse_version
 from tollway.router.config import RouterConfig
-from tollway.router.engines import ServerInfo
+from tollway.router.engines import ModelInfo, ServerInfo
 from tollway.router.facts import check_release, directory_config, read_facts, session_open, start_of
 from tollway.router.health import EngineState
 from tollway.router.member import Engine
@@ -191,10 +191,11 @@ class Watch:
     async def _join(self, engine: Engine) -> None:
         """Learn what it is, let it generate a token, confirm its version. Raises why it cannot join."""
         client, health = engine.client, engine.health
-        await self._version(engine)
+        info = await self._model_info(engine)
         server = await self._server_info(engine)
         said: Mapping[str, object] = server.raw if server is not None else {}
-        check_release(engine.url, said)
+        check_release(engine.url, said)  # before its version: whoever stamps an old release does it in vain
+        _parsed(engine, info)
         ready = await client.ready()
         if ready is not False and not await client.health_generate():
             raise UpstreamError(f"engine {engine.url} answers, and generates nothing yet (/health_generate)")
@@ -219,16 +220,18 @@ class Watch:
 
     async def _version(self, engine: Engine) -> tuple[PolicyVersion, str, Mapping[str, object]]:
         """(version, model path, everything) of ``/model_info``."""
+        info = await self._model_info(engine)
+        return _parsed(engine, info), info.model_path, info.raw
+
+    async def _model_info(self, engine: Engine) -> ModelInfo:
+        """``/model_info`` of what is an engine by it."""
         try:
             info = await engine.client.model_info()
         except (EngineRefused, UpstreamError) as error:
             raise UpstreamError(_no_engine(engine.url, str(error).removeprefix(f"engine {engine.url} "))) from error
         if "weight_version" not in info.raw:
             raise UpstreamError(_no_engine(engine.url, "its /model_info names no weight_version"))
-        try:
-            return parse_version(info.weight_version), info.model_path, info.raw
-        except InvalidRecord as error:
-            raise UpstreamError(f"engine {engine.url} cannot join: {error}") from error
+        return info
 
     async def _server_info(self, engine: Engine) -> ServerInfo | None:
         """``/server_info``; ``None`` when the server has none to tell."""
@@ -247,6 +250,14 @@ class Watch:
         engine.dp_ranks = server.dp_size
         reported = server.max_total_tokens
         engine.max_total_tokens = budget or (int(reported * self._config.kv_share) if reported is not None else None)
+
+
+def _parsed(engine: Engine, info: ModelInfo) -> PolicyVersion:
+    """Its weight version, which must be a number."""
+    try:
+        return parse_version(info.weight_version)
+    except InvalidRecord as error:
+        raise UpstreamError(f"engine {engine.url} cannot join: {error}") from error
 
 
 def _no_engine(url: str, found: str) -> str:

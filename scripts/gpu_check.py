@@ -39,6 +39,7 @@ from xml.etree import ElementTree
 
 from tollway.free_ports import free_ports
 from tollway.fresh_model import ModelShape, write_fresh_model
+from tollway.router.facts import NEEDED_RELEASE
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ("contract", "tests", "loop", "rollout", "train")
@@ -284,7 +285,7 @@ def tests(options: Options) -> list[Result]:
 def loop(options: Options) -> list[Result]:
     """The training loop on one device."""
     chosen = ["tests/gpu/test_loop_on_gpu.py", *_select(options)]
-    return [run_pytest("loop", chosen, options, 580.0, _for_tests(options))]
+    return [run_pytest("loop", chosen, options, 900.0, _for_tests(options))]
 
 
 def rollout(options: Options) -> list[Result]:
@@ -362,8 +363,8 @@ def device(options: Options) -> str:
         return "none: embedded engines on the CPU"
     if shutil.which(options.sglang) is None:
         raise SystemExit(
-            f"gpu_check: there is no program {options.sglang!r}: install SGLang 0.5.19 or later in an environment of "
-            "its own and give --sglang PATH/bin/sglang, or --cpu for embedded engines"
+            f"gpu_check: there is no program {options.sglang!r}: install SGLang {NEEDED_RELEASE} or later in an "
+            "environment of its own and give --sglang PATH/bin/sglang, or --cpu for embedded engines"
         )
     code = "import torch; print(torch.cuda.get_device_name(0), torch.__version__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

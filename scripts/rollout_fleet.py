@@ -107,7 +107,7 @@ class Fleet:
                 if response.status != 200:
                     raise ConfigError(
                         f"{each.url}/configure_logging answered {response.status}, want 200: without a request log "
-                        "exports cannot be checked; use SGLang 0.5.19 or later, or --exact-sessions 0"
+                        "exports cannot be checked; use another SGLang, or --exact-sessions 0"
                     )
 
     def marks(self) -> dict[str, int]:

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import settings
 
 # Searches find new cases only where a finding is wanted: `scripts/test --all` explores, the gate repeats.
-settings.register_profile("repeat", derandomize=True)
-settings.register_profile("explore", print_blob=True)
+# No example has a deadline: how long one takes is a matter of the machine.
+settings.register_profile("repeat", derandomize=True, deadline=None)
+settings.register_profile("explore", print_blob=True, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 # One thread per process: on a loaded machine a second one makes single steps many times slower.

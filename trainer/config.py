@@ -103,8 +103,8 @@ class TrainerConfig(Section):
     """How weights reach engines: in the calls themselves; as handles of memory on a GPU that trainer and engines
     share; or as model directories that engines read."""
     weights_dir: Path | None = None
-    """Where refit_transport = "disk" writes them, for this run alone; memory (a tmpfs) is fastest, and holds up to
-    three versions. Unset: weights/ in the run directory."""
+    """Where refit_transport = "disk" writes them, held for this run alone; memory (a tmpfs) is fastest. Up to three
+    versions lie there, and two stay when the run is over. Unset: weights/ in the run directory."""
     colocated: bool = False
     """Trainer and engines take turns on one device: engines sleep while the trainer trains, and its memory lies on
     the host while they generate. Wants schedule = "sync"; SGLang wants enable-memory-saver = true."""

@@ -2,7 +2,7 @@
 
 import sys
 
-from tollway.interrupts import EndingAtOnce
+from tollway.interrupts import EndingAtOnce, end_at_once
 
 __all__ = ["main"]
 
@@ -12,7 +12,9 @@ def main() -> int:
     with EndingAtOnce():
         from tollway.cli import main as run
 
-        return run()
+        status = run()
+    end_at_once()
+    return status
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -31,6 +30,7 @@ from tollway.envs.runner import EpisodeRunner
 from tollway.errors import ComponentLost, ConfigError, SandboxUnavailable
 from tollway.fleet_watch import FleetKeeper, Members, PatientEpisodes
 from tollway.fresh_model import write_fresh_model
+from tollway.interrupts import Cancelling
 from tollway.launching import check_program, check_transport, launcher
 from tollway.router.engines import KEEP_ALIVE_S
 from tollway.router.launch import EngineLauncher
@@ -68,6 +68,7 @@ __all__ = [
     "preflight",
     "run_to_end",
     "serve_with_engines",
+    "weights_dir",
     "weights_of",
 ]
 
@@ -154,18 +155,18 @@ def run_to_end(work: Coroutine[object, object, T]) -> T:
     """Run ``work`` in an event loop of its own. SIGTERM ends it as Ctrl-C does: cancelled, cleaned up."""
 
     async def supervised() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        if task is not None:
-            loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        if (task := asyncio.current_task()) is not None:
+            cancelling.follow(asyncio.get_running_loop(), task)
         try:
             return await work
         finally:
             await _leave_no_task_to_wait_for()
 
-    try:
-        return asyncio.run(supervised())
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    with Cancelling() as cancelling:
+        try:
+            return asyncio.run(supervised())
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
 
 
 async def _leave_no_task_to_wait_for() -> None:
@@ -258,11 +259,16 @@ def open_backend(settings: Settings, model: Path) -> BackendProxy:
     return BackendProxy(spec, log_path=log, timeout_s=trainer.backend_timeout_s)
 
 
+def weights_dir(settings: Settings) -> Path:
+    """Where ``trainer.refit_transport = "disk"`` writes weights."""
+    return settings.trainer.weights_dir or settings.run_dir / "weights"
+
+
 def weights_of(settings: Settings, backend: BackendProxy) -> Weights:
     """How the trainer's weights leave it, as ``trainer.refit_transport`` says."""
     trainer = settings.trainer
     if trainer.refit_transport == "disk":
-        return DiskWeights(backend, trainer.weights_dir or settings.run_dir / "weights")
+        return DiskWeights(backend, weights_dir(settings))
     return TensorWeights(backend, bucket_bytes=trainer.bucket_bytes, transport=trainer.refit_transport)
 
 

@@ -58,7 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         resumes = "; the same command goes on, from the last checkpoint if there is one"
-        print(f"tollway: stopped{resumes if arguments.command == 'train' else ''}", file=sys.stderr)
+        with EndingAtOnce():  # all is released, and who asks a second time reads no more
+            try:
+                print(f"tollway: stopped{resumes if arguments.command == 'train' else ''}", file=sys.stderr)
+            except BrokenPipeError:  # of a pipeline that Ctrl-C ended whole
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -41,7 +41,7 @@ def free_ports(count: int = 1, host: str = "127.0.0.1") -> list[int]:
 
 
 def _candidates() -> Iterator[int]:
-    """First, in random order, those that no connection gets by itself; then as many as it takes from the kernel."""
+    """First, in random order, those that no connection gets by itself; then some of the kernel's own choice."""
     try:
         low, high = map(int, _RANGE.read_text().split())
     except (OSError, ValueError):  # another system

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tollway.engine.config import EngineConfig, Option
 from tollway.errors import ConfigError
+from tollway.router.facts import NEEDED_RELEASE
 from tollway.router.gateway import KEY_VARIABLE as GATEWAY_KEY_VARIABLE
 from tollway.router.launch import EngineLauncher, EnginePlan, RestartRule
 from tollway.router.placement_link import KEY_VARIABLE as ROUTER_KEY_VARIABLE
@@ -20,11 +21,20 @@ __all__ = ["check_program", "check_transport", "engine_plan", "launcher"]
 
 _RANKS = ("tp-size", "tp", "tensor-parallel-size")
 """What SGLang calls the number of processes that share one copy of the weights."""
+_LAST_PORT = 65_535
 
 
 def launcher(settings: Settings, model: Path, *, shown: Path, count: int) -> EngineLauncher:
-    """The launcher of ``count`` engines over ``model``; ``shown`` is a file with the settings of this run."""
+    """The launcher of ``count`` engines over ``model``; ``shown`` is a file with the settings of this run.
+
+    Raises ``ConfigError`` for engines that cannot be started so.
+    """
     config = settings.engine
+    if config.port and config.port + count - 1 > _LAST_PORT:
+        raise ConfigError(
+            f"engine.port is {config.port}, and {count} engines take one port after the other, up to "
+            f"{config.port + count - 1}, while ports end at {_LAST_PORT}: set a lower one, or 0 for any that are free"
+        )
     return EngineLauncher(
         engine_plan(config, model, shown),
         count=count,
@@ -41,7 +51,6 @@ def engine_plan(config: EngineConfig, model: Path, shown: Path) -> EnginePlan:
     env = dict.fromkeys((ADMIN_KEY_VARIABLE, ROUTER_KEY_VARIABLE, GATEWAY_KEY_VARIABLE), "")
     if config.kind == "embedded":
         env["OMP_NUM_THREADS"] = "1"
-    if config.kind == "embedded":
         argv = [sys.executable, "-P", "-m", "tollway", "engine", "-c", str(shown), "--model-path", str(model)]
         argv += ["--host", "{host}", "--port", "{port}"]
     elif config.kind == "sglang":
@@ -70,8 +79,8 @@ def check_program(config: EngineConfig) -> str | None:
         return found
     if config.kind == "sglang":
         raise ConfigError(
-            f"engine.kind is sglang, and there is no program {named!r} here: install SGLang 0.5.19 or later in an "
-            "environment of its own (pip install sglang) and set engine.executable to its bin/sglang"
+            f"engine.kind is sglang, and there is no program {named!r} here: install SGLang {NEEDED_RELEASE} or later "
+            "in an environment of its own (pip install sglang) and set engine.executable to its bin/sglang"
         )
     raise ConfigError(f"engine.command: there is no program {named!r} here; name one by its path")
 

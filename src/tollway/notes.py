@@ -1,17 +1,19 @@
 """What a run remembers between processes, besides the trainer's checkpoints: evaluations, phase times, wall time.
 
 One small JSON file in the run directory, replaced atomically; and the lock that keeps a second process out of
-that directory. Depends on ``errors`` and ``trainer.atomic``.
+that directory, or out of the one where its weights go. Depends on ``errors`` and ``trainer.atomic``.
 """
 
 from __future__ import annotations
 
 import fcntl
 import json
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import tollway
 from tollway.errors import ConfigError
@@ -21,22 +23,32 @@ __all__ = ["Notes", "locked"]
 
 
 @contextmanager
-def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the run directory for this process. Raises ``ConfigError`` when another one has it."""
+def locked(directory: Path, *, key: Literal["run.dir", "trainer.weights_dir"] = "run.dir") -> Iterator[None]:
+    """Hold the ``directory`` that ``key`` names for this process.
+
+    Raises ``ConfigError`` when another one has it, and when it cannot be written.
+    """
+    lock = directory / (".lock" if key == "run.dir" else ".weights.lock")
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / ".lock").open("w", encoding="ascii")
+        directory.mkdir(parents=True, exist_ok=True)
+        file = lock.open("w", encoding="ascii")
     except OSError as error:
-        raise ConfigError(f"run.dir: cannot use {run_dir}: {error.strerror}; name another directory") from error
+        raise ConfigError(f"{key}: cannot use {directory}: {error.strerror}; name another directory") from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(file.fileno()).st_nlink:
+                raise BlockingIOError  # its owner, who just ended, took it away between our two calls
         except BlockingIOError:
             raise ConfigError(
-                f"another process is running in {run_dir}; wait for it, or choose another directory "
-                "with --set run.dir=..."
+                f"another process is running in {directory}; wait for it, or choose another directory "
+                f"with --set {key}=..."
             ) from None
-        yield
+        try:
+            yield
+        finally:
+            if key == "trainer.weights_dir":  # for weights alone, and not ours
+                lock.unlink(missing_ok=True)
 
 
 class Notes:

@@ -238,6 +238,9 @@ async def _open(
 
     On a shared device one after the other: engines measure what is free as they start, and sleep before it is taken.
     """
+    if settings.trainer.refit_transport == "disk":
+        # Another run's directories go by the same names: it would delete these, or engines would load its weights.
+        stack.enter_context(locked(app.weights_dir(settings), key="trainer.weights_dir"))
     backend = app.open_backend(settings, model)
     fleet_opens = stack.enter_async_context(app.open_fleet(settings, model, journal=journal))
     if not settings.trainer.colocated:

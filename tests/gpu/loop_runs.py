@@ -132,8 +132,8 @@ class Run:
         self.process.wait()
 
     def engines(self) -> list[int]:
-        """Process ids of its engines: of the first process of each."""
-        return sorted(pid for pid, line in self._alive().items() if " --model-path " in line)
+        """Process ids of its engines: of the first process of each, which leads a group."""
+        return sorted(pid for pid, line in self._alive().items() if " --model-path " in line and os.getpgid(pid) == pid)
 
     def wait_until_gone(self, limit_s: float = 30.0) -> list[str]:
         """Command lines of what is left of the run after at most ``limit_s``."""

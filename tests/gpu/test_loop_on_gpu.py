@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from model_shapes import QWEN3_06B
 
 from tollway.errors import ComponentLost, EngineRefused, TollwayError
+from tollway.free_ports import free_ports
 from tollway.ports import GroupRequest
 from tollway.session_server.client import Json, SessionClient
 from tollway.trainer.rollout import sampling_of
@@ -126,14 +127,15 @@ FLEET = (
 
 @pytest.mark.timeout(LIFE_S + 60)
 async def test_an_engine_killed_in_the_middle_of_a_step_loses_nothing_and_comes_back(
-    start: Start, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOLLWAY_ADMIN_KEY", KEY)
     began = time.monotonic()
-    run = start(*(SMALL if ON_CPU else ()), *FLEET, f"server.port={unused_tcp_port}")
+    (port,) = free_ports()  # the server listens there once engines have loaded
+    run = start(*(SMALL if ON_CPU else ()), *FLEET, f"server.port={port}")
     await asyncio.to_thread(run.wait_for_step, 1, LIFE_S)
     async with aiohttp.ClientSession() as http:
-        client = SessionClient(f"http://127.0.0.1:{unused_tcp_port}", KEY, http=http, retry_s=1.0)
+        client = SessionClient(f"http://127.0.0.1:{port}", KEY, http=http, retry_s=1.0)
 
         async def until(look: Callable[[Json], bool], what: str) -> Json:
             try:

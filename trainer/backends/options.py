@@ -19,6 +19,16 @@ _DECIDED = {
     "cross_entropy_loss_fusion": "log-probabilities are computed here without it; trainer.compile_layers fuses them",
     "cross_entropy_fusion_impl": "log-probabilities are computed here without it",
     "use_cpu_initialization": "the device decides",
+    "lr": "set trainer.optimizer.lr",
+    "weight_decay": "set trainer.optimizer.weight_decay",
+    "clip_grad": "set trainer.optimizer.clip_grad",
+    "adam_beta1": "set trainer.optimizer.betas",
+    "adam_beta2": "set trainer.optimizer.betas",
+    "calculate_per_token_loss": "a step's weights of tokens are normalised before they come to the backend",
+    **dict.fromkeys(
+        ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "ffn_hidden_size"),
+        "the model's config.json decides",
+    ),
 }
 """Options of Megatron-Core that would say nothing, or something else than another setting, and what to do instead."""
 _NEEDS = {

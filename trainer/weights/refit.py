@@ -305,7 +305,7 @@ class Refit:
                         if error.refused:
                             return True
                     except TollwayError:
-                        return False  # no answer of an engine, and an answer
+                        return False  # whoever answers wrongly lives, too
                     else:
                         return False
                     await asyncio.sleep(_ASK_S)

@@ -91,9 +91,20 @@ class Turns:
         asleep_s, self._trainers = time.perf_counter() - self._since, False
         return Handover(pushed, asleep_s, self._freed)
 
+    @asynccontextmanager
+    async def aside(self, version: int) -> AsyncIterator[None]:
+        """The trainer's turn for something that leaves its weights, which are ``version``, as they are."""
+        await self.trainer()
+        yield
+        if self.shared:
+            await self.engines(version)
+
     def _judge(self, slept: tuple[str, ...], freed: int) -> None:
-        """Whether engines do what they say. Once they did, a bad figure is somebody else's: an engine that starts again
-        takes memory while the others give theirs back."""
+        """Hold the driver's figure against engines that claim to sleep, until it has once borne them out.
+
+        A bad one that comes later is somebody else's: an engine that starts again takes memory while the others give
+        theirs back.
+        """
         if freed > 0:
             self._proven = True
             return
@@ -108,11 +119,3 @@ class Turns:
             f"{found} (want more free); set enable-memory-saver = true under [engine.sglang], run trainer and engines "
             "on the same device and nothing else there, or set trainer.colocated = false"
         )
-
-    @asynccontextmanager
-    async def aside(self, version: int) -> AsyncIterator[None]:
-        """The trainer's turn for something that leaves its weights, which are ``version``, as they are."""
-        await self.trainer()
-        yield
-        if self.shared:
-            await self.engines(version)

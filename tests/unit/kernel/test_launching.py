@@ -48,7 +48,7 @@ def test_no_engine_gets_the_admin_key(tmp_path: Path, kind: str) -> None:
 
 def test_a_program_that_is_not_installed_is_named_with_what_to_do(tmp_path: Path) -> None:
     assert check_program(EngineConfig()) is None
-    with pytest.raises(ConfigError, match=r"no program 'no-sglang' here: install SGLang 0.5.19 or later"):
+    with pytest.raises(ConfigError, match=r"no program 'no-sglang' here: install SGLang 0\.5\.22 or later"):
         check_program(EngineConfig(kind="sglang", executable="no-sglang"))
     with pytest.raises(ConfigError, match=r"engine\.command: there is no program 'nothing'"):
         check_program(EngineConfig(kind="command", command=["nothing"]))

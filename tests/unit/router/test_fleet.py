@@ -119,8 +119,13 @@ async def test_a_port_that_speaks_something_else_does_not_join() -> None:
 @pytest.mark.parametrize(
     ("release", "lacks"),
     [
-        ("0.5.16", "weight-update sessions (begin_weight_update) and no weight versions per token (weight_versions)"),
-        ("0.5.18", "weight versions per token"),
+        (
+            "0.5.16",
+            "weight-update sessions (begin_weight_update) and no weight versions per token (weight_versions) and no "
+            "top log-probabilities of the reply alone (return_flat_raw_output_top_logprobs)",
+        ),
+        ("0.5.20", "weight-update sessions (begin_weight_update) and no top log-probabilities of the reply alone"),
+        ("0.5.21", "top log-probabilities of the reply alone"),
         ("0.4.9.post1", "weight-update sessions"),
     ],
 )
@@ -129,12 +134,13 @@ async def test_a_release_without_sessions_or_spans_is_refused_with_the_one_that_
 ) -> None:
     async with FakeEngine() as fake, watching() as fleet:
         fake.said = {"version": release, "engine": None}
+        fake.version = "default"  # a stamp would be in vain: the release comes first
         engine = fleet.add(fake.url)
         await reaches(engine, EngineState.JOINING, f"runs SGLang {release}, which has no {lacks}")
-        assert "install SGLang 0.5.19 or later" in engine.health.reason
+        assert "install SGLang 0.5.22 or later" in engine.health.reason
 
 
-@pytest.mark.parametrize("release", ["0.5.19", "0.5.23.post2", "1.0.0rc1", "0.0.0.dev1+gabc", "main"])
+@pytest.mark.parametrize("release", ["0.5.22", "0.5.23.post2", "1.0.0rc1", "0.0.0.dev1+gabc", "main"])
 async def test_a_release_that_can_do_it_or_does_not_say_joins(release: str) -> None:
     async with FakeEngine() as fake, watching() as fleet:
         fake.said = {"version": release, "engine": None}

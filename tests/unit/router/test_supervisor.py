@@ -67,7 +67,9 @@ async def test_a_child_that_ignores_sigterm_and_forks_is_gone_after_stop(tmp_pat
             await asyncio.sleep(0.01)
     await process.stop(grace_s=0.2)
     assert process.returncode == -signal.SIGKILL
-    assert all(not _alive(int(pid)) for pid in (tmp_path / "log").read_text().split())
+    async with asyncio.timeout(20):  # the kernel takes its time over a killed process
+        while any(_alive(int(pid)) for pid in (tmp_path / "log").read_text().split()):
+            await asyncio.sleep(0.01)
 
 
 async def test_what_outlives_a_child_that_ended_is_killed_at_stop(tmp_path: Path) -> None:

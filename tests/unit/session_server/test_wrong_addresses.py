@@ -26,7 +26,6 @@ from tollway.session_server.wants import requested
 def _key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOLLWAY_ADMIN_KEY", "admin-key")
     monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr("tollway.cli.signal.signal", lambda *_: None)  # commands run in a thread here
 
 
 async def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

@@ -36,13 +36,30 @@ _JOIN_S = 10.0
 
 
 class _Quiet(uvicorn.Server):
+    """Starts and ends at once: uvicorn's own waits are a fifth of a second, and tests have a thousand servers."""
+
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.listening = asyncio.Event()
+        self.listening, self.ending = asyncio.Event(), asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.ending.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for sock in sockets or []:
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # connections without a request close now
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets=sockets)
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -135,7 +152,7 @@ class FakeServer:
         if self._http is not None:
             await self._http.close()
         if self._task is not None:
-            self._server.should_exit = True
+            self._server.ending.set()
             await self._task
         await self.gateway.stop()
         if self._own_engines:

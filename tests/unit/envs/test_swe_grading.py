@@ -22,6 +22,8 @@ from tollway.sandboxes.local import LocalProvider
 TASK = Task(task_id="t", messages=())
 SHORT = {"test_s": 3.0, "total_s": 10.0}
 """Enough to see an attack hang; what is too slow for it on a busy machine earns nothing, as it should."""
+CALM = {"test_s": 20.0, "total_s": 40.0}
+"""Some of the others hang now and then, on a busy machine; that costs no more of the test's time."""
 HANGING = ("expected value from the caller's frame", "expected value by a traceback", "endless recursion")
 IN_PYTEST = (
     "reports patched",
@@ -119,17 +121,19 @@ async def test_another_text_of_the_fix_is_as_good(local: LocalProvider, tmp_path
         assert (verdict.reward, verdict.flags) == (1.0, ()), verdict.reason
 
 
-@pytest.mark.slow(120)
-@pytest.mark.timeout(120)
+@pytest.mark.slow(240)
+@pytest.mark.timeout(240)
 async def test_no_attack_is_paid_and_each_shows_itself(local: LocalProvider, tmp_path: Path) -> None:
     environment = tiny(tmp_path, "wording-5*")
     await environment.open()
     grader = grader_of(environment, environment.find(environment.ids[0]))
-    timeouts = grader.task.timeouts.model_copy(update=SHORT)
-    hasty = replace(grader, task=grader.task.model_copy(update={"timeouts": timeouts}))
+    patient, hasty = (
+        replace(grader, task=grader.task.model_copy(update={"timeouts": grader.task.timeouts.model_copy(update=each)}))
+        for each in (CALM, SHORT)
+    )
     hanging = [attack for attack in ATTACKS if attack.name in HANGING]
     assert len(hanging) == len(HANGING)
-    results = await all_graded(grader, local, [attack for attack in ATTACKS if attack not in hanging])
+    results = await all_graded(patient, local, [attack for attack in ATTACKS if attack not in hanging])
     results += await all_graded(hasty, local, hanging)
     assert [(attack.name, verdict.reason) for attack, verdict in results if verdict.reward] == []
     assert [attack.name for attack, verdict in results if attack.flagged and not verdict.flags] == []

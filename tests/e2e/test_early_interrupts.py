@@ -58,15 +58,15 @@ class Started:
     ("command", "module"),
     [
         ("train", "argparse"),
-        ("train", "pydantic_core._pydantic_core"),
-        ("train", "tollway.settings"),
+        pytest.param("train", "pydantic_core._pydantic_core", marks=pytest.mark.all),
+        pytest.param("train", "tollway.settings", marks=pytest.mark.all),
         ("train", "numpy"),
-        ("train", "aiohttp.client"),
+        pytest.param("train", "aiohttp.client", marks=pytest.mark.all),
         ("train", "tollway.app"),
-        ("serve", "tollway.errors"),
-        ("serve", "uvicorn.config"),
+        pytest.param("serve", "tollway.errors", marks=pytest.mark.all),
+        pytest.param("serve", "uvicorn.config", marks=pytest.mark.all),
         ("serve", "fastapi"),
-        ("serve with engines", "tollway.session_server.app"),
+        pytest.param("serve with engines", "tollway.session_server.app", marks=pytest.mark.all),
         ("serve with engines", "tollway.trainer.weights.refit"),
     ],
 )
@@ -82,6 +82,7 @@ def test_a_service_manager_is_heard_as_early(tmp_path: Path) -> None:
     assert started.interrupt(signal.SIGTERM) == (130, "")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("command", "delay_s"),
     [("train", 0.05), ("train", 0.4), ("train", 1.0), ("train", 2.0), ("serve with engines", 1.5)],

@@ -96,7 +96,7 @@ def test_a_killed_engine_ends_the_run_with_its_last_words_and_the_next_start_goe
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.all)])
 def test_a_dead_or_hung_engine_is_started_again_gets_the_newest_weights_and_the_run_ends_well(  # type: ignore[no-untyped-def]
     tiny, number: signal.Signals
 ) -> None:
@@ -135,7 +135,7 @@ def test_a_run_without_a_ready_engine_ends_in_time_and_says_why(tiny, monkeypatc
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.all)])
 def test_stopping_a_run_leaves_no_process_and_no_sandbox(tiny, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     run = tiny("train", "trainer.steps=500")
     run.wait_for_step(1)

@@ -30,6 +30,7 @@ def _left(text: str) -> list[str]:
     return found
 
 
+@pytest.mark.all
 @pytest.mark.slow(limit_s=180)
 @pytest.mark.timeout(180)
 def test_a_step_that_fails_keeps_no_other_from_running_and_no_server_stays(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Each is a ``Weights`` over the controller's handle on that process. Depends on `
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,8 @@ from tollway.trainer.weights.payload import DiskPayload, Payload, TensorPayload
 __all__ = ["DiskWeights", "TensorWeights"]
 
 _VERSION = "version_"
+_OURS = re.compile(r"version_\d{6,}|\.version_\d{6,}\.(\d+\.tmp|old)")
+"""Whole directories, drafts, and what a directory's replacement left."""
 
 
 class TensorWeights:
@@ -35,7 +38,8 @@ class DiskWeights:
     """Model directories ``version_N`` below ``folder``, which engines read. The last two versions stay.
 
     An older one goes when the next is made: by then every engine that could load the one between has it. So does a
-    later one, which is of steps that a resumed run takes anew, and what a killed process left half-written.
+    later one, which is of steps that a resumed run takes anew, and what a killed process left half-written. What has
+    no name of ours stays: the folder may be somebody's.
     """
 
     def __init__(self, backend: BackendHandle, folder: Path) -> None:
@@ -51,9 +55,9 @@ class DiskWeights:
 
     def _make_room(self, target: Path) -> None:
         """Only the newest directory of an earlier version stays beside ``target``, which a resumed run writes again."""
-        found = sorted(self._folder.glob(f"{_VERSION}*"))
-        kept = {target, *[path for path in found if path.name < target.name][-1:]}
-        for path in {*found, *self._folder.glob(f".{_VERSION}*")} - kept:
+        found = sorted(path for path in self._folder.glob("*version_*") if _OURS.fullmatch(path.name))
+        older = [path for path in found if path.name.startswith(_VERSION) and path.name < target.name]
+        for path in set(found) - {target, *older[-1:]}:
             shutil.rmtree(path, ignore_errors=True)
 
 

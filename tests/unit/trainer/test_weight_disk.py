@@ -35,6 +35,16 @@ async def test_a_run_that_went_back_keeps_no_weights_of_steps_that_it_takes_anew
     assert kept == [[four], [four, five], [four, five], [five, six]]
 
 
+async def test_what_others_keep_in_the_folder_stays(tmp_path: Path) -> None:
+    others = {"version_1", "version_2-of-the-model", "version_000001.bak", ".version_x", "my_version_000001"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    weights = DiskWeights(cast(BackendHandle, Exports()), tmp_path)
+    for version in (7, 8, 9):
+        await weights.payload(version)
+    assert {path.name for path in tmp_path.iterdir()} == others | {"version_000008", "version_000009"}
+
+
 def test_what_a_killed_export_left_goes_with_the_next_one(tmp_path: Path) -> None:
     source, killed = model_dir(tmp_path / "source"), tmp_path / ".model.4711.tmp"
     killed.mkdir()

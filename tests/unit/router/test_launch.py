@@ -18,6 +18,7 @@ import pytest
 from live_engines import write_model
 
 from tollway.errors import ComponentLost
+from tollway.free_ports import free_ports
 from tollway.router import launch
 from tollway.router.engines import EngineClient
 from tollway.router.launch import EngineLauncher, EnginePlan, RestartRule
@@ -174,9 +175,7 @@ async def test_a_port_that_is_taken_meanwhile_is_replaced_by_a_free_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Report C11."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports()
     async with started(launcher(tmp_path, port=port)) as kept:
         assert kept.launcher.urls == [f"http://127.0.0.1:{port}"]
         os.kill(pids(tmp_path)[0], signal.SIGKILL)
